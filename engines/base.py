@@ -1,0 +1,178 @@
+"""The contracts of this folder: what every training engine and every rollout engine must do.
+
+`fsdp` and `megatron` behave the same behind TrainEngine; the same tests run on both.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from engines.batch import Denominators, PolicyOutput, TrainBatch
+from engines.metric import Metrics
+
+# (model output of one micro-batch, that micro-batch, global denominators) -> (scalar loss, metrics).
+# The loss is this micro-batch's share of the global value: sum over its tokens / global denominator.
+LossFn = Callable[[PolicyOutput, TrainBatch, Denominators], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How to cut a rank's batch into micro-batches, and what to compute.
+
+    Exactly one of `micro_batch_size` (sequences) and `max_tokens` (token budget) is set. The number of
+    micro-batches is the maximum over DP ranks; ranks with less work run masked fillers.
+    Logits are divided by `temperature` before log-softmax. `entropy` asks for per-token entropy;
+    `entropy_grad` lets gradient flow through it.
+    """
+
+    temperature: float = 1.0
+    micro_batch_size: int | None = None
+    max_tokens: int | None = None
+    entropy: bool = False
+    entropy_grad: bool = False
+
+    def __post_init__(self) -> None:
+        assert (self.micro_batch_size is None) != (self.max_tokens is None), (
+            f"set one of micro_batch_size={self.micro_batch_size} and max_tokens={self.max_tokens}"
+        )
+        assert self.temperature > 0, f"temperature must be positive, got {self.temperature}"
+
+
+class TrainEngine(ABC):
+    """A model sharded over ranks that can score tokens, learn, and show its weights.
+
+    One instance per process; `torch.distributed` is initialised before construction. All methods are
+    collective over all ranks unless said otherwise. Data-parallel rank d receives its own share of the
+    batch; the ranks of one model-parallel group (TP, PP, CP) receive the same share.
+    """
+
+    dp_rank: int
+    dp_size: int
+    is_output_rank: bool  # this rank's log_probs() and metrics are the ones of its DP share
+    is_weight_source: bool  # this rank's hf_weights() yields tensors; others yield nothing
+    version: int = 0  # number of applied or skipped optimizer updates seen by the rollout; set by the trainer
+
+    @abstractmethod
+    def load(self, hf_path: str | Path) -> None:
+        """Read weights from a Hugging Face directory; every parameter is written exactly once."""
+
+    @abstractmethod
+    def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
+        """Score without gradient. Returns [T] float32 on CPU in the batch's own order (zeros at first
+        tokens) on `is_output_rank`; other ranks return the same shape with unspecified content."""
+
+    @abstractmethod
+    def update(
+        self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
+    ) -> Metrics:
+        """One optimizer step on one mini-batch share, at the learning rate of training step `step`
+        (completed steps before this one). Metrics hold the loss's own (merged over this rank's
+        micro-batches) plus `actor/grad_norm` (before clipping, global), `actor/lr`,
+        `actor/nonfinite_grad_steps`. A non-finite gradient norm changes no parameter on any rank."""
+
+    @abstractmethod
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF disk name, full tensor) in the compute dtype, in one fixed order; at most one bucket of
+        extra memory. Tensors are valid until the next item is asked for."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> None:
+        """Write this rank's shard of weights, optimizer state and rng into an existing directory."""
+
+    @abstractmethod
+    def restore(self, directory: Path) -> None:
+        """Inverse of save on the same layout; another layout is a ValueError naming both."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Move what the spec asks for to host memory (between phases). No-op on CPU."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo offload."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the model; the process group stays the caller's."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """`temperature` 0 is greedy. `top_k` -1 and `top_p` 1.0 are off. `seed` with a prompt's uid and the
+    sample index fixes the random stream of a sample whatever batch it is generated in."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 512
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of one prompt; `uid` groups its samples."""
+
+    uid: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class Sample:
+    """One finished response.
+
+    response_ids     R >= 0 token ids, the end token included when one was sampled
+    log_probs        R floats: log p(token) under softmax(logits / temperature), before top-p/top-k cuts
+    finish_reason    stop (end token), length (max_new_tokens), abort
+    weight_version   version of the weights that produced it
+    """
+
+    uid: str
+    index: int
+    prompt_ids: tuple[int, ...]
+    response_ids: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_version: int
+
+
+class RolloutEngine(ABC):
+    """A model that generates. `version` is the weight version it holds; -1 before the first load."""
+
+    version: int = -1
+
+    @abstractmethod
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> Iterator[Sample]:
+        """Yield n samples per prompt as they finish, in any order. Raises RuntimeError when no complete
+        set of weights has been loaded."""
+
+    @abstractmethod
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy a full set of HF-named tensors in. Every parameter must be written exactly once (tied
+        heads follow their embedding): otherwise ValueError listing missing, doubled and unknown names,
+        and the engine refuses to generate until a complete load succeeded."""
+
+    @abstractmethod
+    def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        """log p of every token of each sequence (0.0 for the first) under the current weights: the probe
+        that compares trainer and rollout."""
+
+    @abstractmethod
+    def sleep(self) -> None:
+        """Free what generation needs while the trainer works."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Undo sleep."""
+
+    @abstractmethod
+    def close(self) -> None: ...
