@@ -120,7 +120,7 @@ def cumulative(lengths: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Global counts of one mini-batch: all DP ranks, all micro-batches (ALGORITHMS 3.3).
+    """Global counts of one mini-batch: all DP ranks, all micro-batches .
 
     Each micro-batch's loss is `sum / denominator`; the engine undoes whatever its own reductions
     divide by, so the gradient is the one of the global value however the batch was cut.

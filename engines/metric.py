@@ -1,4 +1,4 @@
-"""A metric carries its own reduction; nothing is guessed from its name (ALGORITHMS 8)."""
+"""A metric carries its own reduction; nothing is guessed from its name."""
 
 from __future__ import annotations
 

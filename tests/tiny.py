@@ -1,4 +1,4 @@
-"""Tiny random models whose sizes hide no mistake: no square matrix, no two equal parts (WEIGHTS 3.9)."""
+"""Tiny random models whose sizes hide no mistake: no square matrix, no two equal parts."""
 
 from __future__ import annotations
 

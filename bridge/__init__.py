@@ -1,0 +1,11 @@
+"""What a weight is called and how it is laid out: Hugging Face <-> Megatron-Core."""
+
+from __future__ import annotations
+
+from bridge.layout import Groups, Layout
+from bridge.load import LoadReport
+from bridge.models import check_supported
+from bridge.safetensors_io import HfCheckpoint
+from bridge.stream import Bridge
+
+__all__ = ["Bridge", "Groups", "HfCheckpoint", "Layout", "LoadReport", "check_supported"]

@@ -1,0 +1,102 @@
+"""The bridge between a live Megatron-Core model and Hugging Face weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bridge.layout import Groups, Layout
+from bridge.live import check_options, describe, live_tensors
+from bridge.load import LoadReport, check_tied_head, load_units
+from bridge.mapping import Live, Plan, check_source, make_plan
+from bridge.models import family_rules
+from bridge.models.rows import is_tied
+from bridge.safetensors_io import HfCheckpoint
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Bridge:
+    """Converts the weights of one model copy, spread over tensor and pipeline parallel ranks.
+
+    hf_config      content of config.json
+    chunks         live model chunks of this rank (one, or one per virtual pipeline stage)
+    layer_offsets  global number of each chunk's local layer 0
+    bucket_bytes   bound on the buffers of an export in flight
+
+    Construction is collective over the groups: it plans, and proves the plan total, before any weight moves.
+    """
+
+    def __init__(
+        self,
+        hf_config: dict[str, Any],
+        chunks: list[nn.Module],
+        layout: Layout,
+        groups: Groups,
+        layer_offsets: list[int],
+        bucket_bytes: int = 256 << 20,
+    ) -> None:
+        groups.check(layout)
+        self._rules = family_rules(hf_config)
+        check_options(chunks)
+        self._config, self._layout, self._groups = hf_config, layout, groups
+        self._chunks, self._offsets, self._bucket_bytes = chunks, layer_offsets, bucket_bytes
+        self._described = self._describe()
+        stages = _exchange(self._described, layout.pp, groups.pp)
+        self.plan: Plan = make_plan(self._rules, stages, hf_config["num_hidden_layers"], layout.tp)
+        _check_agreement(self.plan.digest(), groups)
+        self._unusable: str | None = None
+
+    @torch.no_grad()
+    def load(self, hf_dir: Path | str) -> LoadReport:
+        """Read every live tensor of this rank from a folder. Everything is checked before the first write;
+        a later error leaves the model unusable until a load succeeds."""
+        checkpoint = HfCheckpoint(hf_dir)
+        shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
+        dtypes = {name: checkpoint.dtype(name) for name in checkpoint.names()}
+        tied = is_tied(self._config)
+        check_source(self.plan, shapes, dtypes, tied, str(hf_dir))
+        if tied:
+            check_tied_head(checkpoint, EMBEDDING)
+        live = self._live()
+        mine = [unit for unit in self.plan.units if unit.owner == self._layout.pp_rank]
+        self._unusable = f"loading {hf_dir} did not finish"
+        report = load_units(mine, live, checkpoint, self._layout.tp_rank)
+        self._unusable = None
+        return report
+
+    def _describe(self) -> list[Live]:
+        return [describe(*item) for item in live_tensors(self._chunks, self._offsets, self._rules)]
+
+    def _live(self) -> dict[str, Tensor]:
+        """Live tensors by global name; ValueError if names, shapes or dtypes are not those of the plan."""
+        now = self._describe()
+        if now != self._described:
+            changed = sorted({live.name for live in set(now) ^ set(self._described)})
+            raise ValueError(
+                f"got changed live tensors {changed}; expected those the plan was made for; "
+                "build a new Bridge after changing the model"
+            )
+        return dict(live_tensors(self._chunks, self._offsets, self._rules))
+
+
+def _exchange(mine: list[Live], pp: int, group: dist.ProcessGroup | None) -> list[list[Live]]:
+    """The live tensors of every pipeline stage, in stage order."""
+    stages: list[list[Live]] = [mine] * pp
+    if group is not None:
+        dist.all_gather_object(stages, mine, group=group)
+    return stages
+
+
+def _check_agreement(digest: str, groups: Groups) -> None:
+    """All ranks of a model copy must have derived the same plan, or their collectives would not match."""
+    for group in (groups.tp, groups.pp):
+        if group is not None:
+            digests = [""] * group.size()
+            dist.all_gather_object(digests, digest, group=group)
+            assert len(set(digests)) == 1, f"ranks derived different plans: {digests}"

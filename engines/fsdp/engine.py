@@ -1,0 +1,184 @@
+"""The FSDP2 training engine: a transformers model, sharded, on packed sequences. cpu, cuda and npu."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.base import ForwardOptions, LossFn, TrainEngine
+from engines.batch import Denominators, PolicyOutput, TrainBatch
+from engines.device import get_device
+from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
+from engines.fsdp.optimizer import ShardedAdamW
+from engines.fsdp.shard import build_mesh, reshard, shard, units
+from engines.fsdp.weights import full_tensors, load_shards
+from engines.hf_model import PackedAttend, build_on_meta, dtype_of, initialize_buffers
+from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
+from engines.metric import Metric, Metrics, merge
+from engines.microbatch import split
+from engines.spec import FsdpSpec, TrainEngineSpec
+
+logger = logging.getLogger(__name__)
+
+
+class FsdpEngine(TrainEngine):
+    """Every rank is a data-parallel rank; global rank 0 hands out the weights."""
+
+    def __init__(self, spec: TrainEngineSpec) -> None:
+        assert isinstance(spec.backend, FsdpSpec), f"FsdpEngine needs an FsdpSpec, got {type(spec.backend).__name__}"
+        self.spec = spec
+        self.backend: FsdpSpec = spec.backend
+        self.compute_dtype = dtype_of(self.backend.param_dtype, "mixed_precision.param_dtype")
+        if self.compute_dtype == torch.float16:
+            raise ValueError(
+                "got param_dtype=float16; expected bfloat16 or float32 (there is no loss scaling in this engine); "
+                "set fsdp_config.dtype=bfloat16"
+            )
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.dp_rank, self.dp_size = self.rank, self.world
+        self.is_output_rank, self.is_weight_source = True, self.rank == 0
+        random.seed(spec.seed), np.random.seed(spec.seed), torch.manual_seed(spec.seed)
+        self.mesh = build_mesh(spec.device, self.backend.fsdp_size)
+        self.model = build_on_meta(spec.model, dtype_of(self.backend.model_dtype, "model_dtype"))
+        if spec.model.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        shard(self.model, self.mesh, self.backend)
+        self.model.to_empty(device="cpu" if self.backend.offload_policy else self.device)
+        initialize_buffers(self.model)
+        self.optimizer = ShardedAdamW(self.model, spec.optim, self._shard_group) if spec.optim else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        module = get_device(self.spec.device).module
+        return torch.device("cpu") if module is None else torch.device(self.spec.device, module.current_device())
+
+    @property
+    def _shard_group(self) -> dist.ProcessGroup:
+        return self.mesh["shard"].get_group()
+
+    def load(self, hf_path: str | Path) -> None:
+        load_shards(self.model, hf_path, self.mesh["shard"].get_local_rank(), self.mesh["shard"].size())
+
+    def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
+        self.model.eval()
+        log_probs_T = torch.zeros(batch.num_tokens)
+        entropy_T = torch.zeros(batch.num_tokens) if options.entropy else None
+        targets = batch.rows(log_probs_T), batch.rows(entropy_T) if options.entropy else None
+        with torch.no_grad():
+            for rows, part in split(batch, options, dist.group.WORLD):
+                output = self._forward(part, options)
+                for values, target in zip((output.log_probs, output.entropy), targets, strict=True):
+                    if target is not None:
+                        for row, value in zip(rows, part.rows(values.cpu()), strict=False):
+                            target[row].copy_(value)
+        reshard(self.model)
+        return PolicyOutput(log_probs_T, entropy_T)
+
+    def update(
+        self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
+    ) -> Metrics:
+        assert self.optimizer is not None, "this engine was built without an optimizer (reference model)"
+        self.model.train()
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        parts: list[Metrics] = []
+        micro_batches = split(batch, options, dist.group.WORLD)
+        for number, (rows, part) in enumerate(micro_batches):
+            self._keep_gathered(number < len(micro_batches) - 1)
+            output = self._forward(part, options)
+            value, metrics = loss(output, part.to(self.device), denominators)
+            finite &= torch.isfinite(value.detach())
+            value.backward()
+            if rows:
+                parts.append(metrics)
+        lr = self.spec.optim.schedule.at(step)
+        norm, applied = self.optimizer.step(lr, finite)
+        if not applied:
+            logger.warning("gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm)
+        own = {
+            "actor/grad_norm": Metric("mean", norm),
+            "actor/lr": Metric("last", lr),
+            # A count is summed over ranks, and the verdict is the same on all: one rank reports it.
+            "actor/nonfinite_grad_steps": Metric("count", float(not applied and self.dp_rank == 0)),
+        }
+        return merge(parts) | own
+
+    def _keep_gathered(self, more: bool) -> None:
+        """With `reshard_after_forward` off, weights also stay gathered between micro-batches.
+
+        Gradients are always reduced per micro-batch: their memory stays that of one shard.
+        """
+        if not self.backend.reshard_after_forward:
+            self.model.set_reshard_after_backward(not more)
+        self.model.set_is_last_backward(not more)
+
+    def _forward(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
+        """Log-probs (and entropy) of one packed micro-batch, on the compute device."""
+        input_ids_T, cu_seqlens = batch.input_ids.to(self.device), batch.cu_seqlens.cpu()
+        logits_1TV = self.model(
+            input_ids=input_ids_T.unsqueeze(0),
+            position_ids=batch.position_ids.to(self.device).unsqueeze(0),
+            use_cache=False,
+            attend=PackedAttend(cu_seqlens),
+        ).logits
+        cuts = cu_seqlens.to(self.device)
+        log_probs_T, entropy_T = token_log_probs(
+            logits_1TV[0],
+            next_token_labels(input_ids_T, cuts),
+            temperature=options.temperature,
+            entropy=options.entropy or options.entropy_grad,
+        )
+        if entropy_T is not None:
+            entropy_T = rows_to_tokens(entropy_T if options.entropy_grad else entropy_T.detach(), cuts)
+        return PolicyOutput(rows_to_tokens(log_probs_T, cuts), entropy_T)
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return full_tensors(self.model, self.compute_dtype, self._shard_group, emit=self.is_weight_source)
+
+    def save(self, directory: Path) -> None:
+        path = shard_file(Path(directory), self.rank, self.world)
+        save_shard(path, self.model, self.optimizer, self._layout(), self.spec.device)
+
+    def restore(self, directory: Path) -> None:
+        path = shard_file(Path(directory), self.rank, self.world)
+        restore_shard(path, self.model, self.optimizer, self._layout(), self.spec.device)
+
+    def _layout(self) -> dict:
+        return {
+            "engine": "fsdp",
+            "ranks": self.world,
+            "fsdp_size": self.mesh["shard"].size(),
+            "model_dtype": self.backend.model_dtype,
+            "model_type": self.model.config.model_type,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "optimizer": self.optimizer is not None,
+        }
+
+    def offload(self) -> None:
+        if self.spec.device == "cpu" or self.backend.offload_policy:
+            return
+        if self.backend.param_offload:
+            self.model.to("cpu")
+        if self.backend.optimizer_offload and self.optimizer is not None:
+            self.optimizer.move_state("cpu")
+        get_device(self.spec.device).synchronize()
+        get_device(self.spec.device).empty_cache()
+
+    def onload(self) -> None:
+        if self.spec.device == "cpu" or self.backend.offload_policy:
+            return
+        if self.backend.param_offload:
+            self.model.to(self.device)
+        if self.backend.optimizer_offload and self.optimizer is not None:
+            self.optimizer.move_state(self.device)
+
+    def close(self) -> None:
+        self.model = self.optimizer = None
+        get_device(self.spec.device).empty_cache()

@@ -1,0 +1,183 @@
+"""Transformers models as both engines need them: built without memory, packed attention, disk names.
+
+transformers holds a model in one form and saves it in another: tied heads are left out on disk, and
+fused experts become one tensor per expert. `disk_layout` relates the two, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from engines.attention import packed_attention
+from engines.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "engine_attention"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Families whose live `experts.gate_up_proj` [E, 2F, D] (gate rows first) and `experts.down_proj` [E, D, F]
+# are saved as `experts.{e}.{gate,up,down}_proj.weight`.
+FUSED_EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+
+# (layer number, q [b, H, S, D], k [b, G, S, D], v [b, G, S, E], scale) -> [b, S, H, E]
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class PackedAttend:
+    """Causal attention inside each sequence of one packed row; `cu_seqlens` [B+1] stays on the host."""
+
+    cu_seqlens: Tensor
+
+    def __call__(self, layer: int, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, scale: float) -> Tensor:
+        q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTE))
+        return packed_attention(q_THD, k_TGD, v_TGE, self.cu_seqlens, scale).unsqueeze(0)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    attend: Attend,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: hand over to the `attend` given to the model's forward.
+
+    transformers builds no mask for an attention it has no mask function for, so nothing T x T exists.
+    """
+    unsupported = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+    given = sorted(name for name, item in unsupported.items() if item is not None)
+    if given:
+        raise ValueError(
+            f"got a model whose attention needs {given}; expected plain causal attention in every layer; "
+            "switch the feature off with override_config (e.g. use_sliding_window: false) or choose another model"
+        )
+    return attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+def dtype_of(name: str, option: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ValueError(f"got {option}={name!r}; expected one of {sorted(DTYPES)}; set {option} to one of them")
+    return DTYPES[name]
+
+
+def read_config(spec: ModelSpec) -> PretrainedConfig:
+    """config.json of the model with `override_config` applied; unknown keys are a ValueError."""
+    config = AutoConfig.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    overrides = dict(spec.override_config)
+    if overrides.pop("attn_implementation", None) is not None:
+        logger.warning("override_config.attn_implementation has no effect: attention is always packed here")
+    known = set(config.to_dict())
+    unknown = sorted(set(overrides) - known)
+    if unknown:
+        near = {key: get_close_matches(key, known, n=1) for key in unknown}
+        raise ValueError(
+            f"got override_config keys {unknown}; expected keys of {spec.path}/config.json "
+            f"(nearest names: {near}); correct or remove them"
+        )
+    for key, value in overrides.items():
+        setattr(config, key, value)
+    return config
+
+
+def build_on_meta(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model without any memory behind its parameters; see `initialize_buffers`."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            read_config(spec), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
+        )
+    return model
+
+
+def initialize_buffers(model: PreTrainedModel) -> None:
+    """Compute what no file holds (rotary frequencies), after `to_empty`; parameters stay as they are."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # transformers' own mark for "do not touch"
+    model.initialize_weights()
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """A tensor of the file form: `live[index]` of the live tensor named `live`, index () being all of it."""
+
+    name: str
+    live: str
+    index: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+
+
+def disk_layout(model: PreTrainedModel) -> list[DiskTensor]:
+    """Every tensor of the file form in the model's own order; together they cover each live tensor once."""
+    layout = []
+    for live, tensor in model.state_dict().items():
+        if live in model.all_tied_weights_keys:
+            continue
+        stem, _, kind = live.rpartition(".")
+        if stem.endswith(".experts") and kind in ("gate_up_proj", "down_proj"):
+            layout += _expert_tensors(stem, kind, tuple(tensor.shape), model.config.model_type)
+        else:
+            layout.append(DiskTensor(live, live, (), tuple(tensor.shape)))
+    return layout
+
+
+def _expert_tensors(stem: str, kind: str, shape: tuple[int, ...], family: str) -> Iterable[DiskTensor]:
+    if family not in FUSED_EXPERT_FAMILIES:
+        raise ValueError(
+            f"got fused experts {stem}.{kind} of model_type {family!r}; expected one of {FUSED_EXPERT_FAMILIES}, "
+            "whose file form is known; choose another model"
+        )
+    count, rows, columns = shape
+    for e in range(count):
+        if kind == "down_proj":
+            yield DiskTensor(f"{stem}.{e}.down_proj.weight", f"{stem}.{kind}", (e,), (rows, columns))
+        else:
+            half = rows // 2
+            for part, cut in (("gate_proj", slice(0, half)), ("up_proj", slice(half, rows))):
+                yield DiskTensor(f"{stem}.{e}.{part}.weight", f"{stem}.{kind}", (e, cut), (half, columns))
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """Tied tensor -> the tensor it must equal; a file may hold the former or leave it out."""
+    return dict(model.all_tied_weights_keys)
+
+
+def is_ignorable(model: PreTrainedModel, name: str) -> bool:
+    """True for names a file may hold although the model has no place for them (rotary caches, MTP layers)."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return name.endswith("rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in patterns)
+
+
+def check_names(model: PreTrainedModel, layout: list[DiskTensor], given: Collection[str], source: str) -> None:
+    """ValueError with every missing and unknown name, unless `given` is exactly the file form of `model`."""
+    expected = {tensor.name for tensor in layout}
+    extra = set(given) - expected - set(tied_names(model))
+    report_names(sorted(expected - set(given)), [], sorted(n for n in extra if not is_ignorable(model, n)), source)
+
+
+def report_names(missing: list[str], doubled: list[str], unknown: list[str], source: str) -> None:
+    """Raise one ValueError that lists everything wrong with a set of weight names; silent if nothing is."""
+    if missing or doubled or unknown:
+        raise ValueError(
+            f"got weights from {source} with missing {missing}, doubled {doubled} and unknown {unknown} names; "
+            "expected every tensor of the model exactly once; "
+            "check that weights and config.json (and override_config) belong to the same model"
+        )

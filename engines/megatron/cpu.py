@@ -1,0 +1,136 @@
+"""Megatron-Core on CPU over gloo.
+
+Megatron-Core assumes CUDA: it allocates on `torch.cuda.current_device()`, keeps CUDA random states, and
+compares `Tensor.type()` with CUDA type names. `adapt()` answers those questions for the host, without
+touching torch itself: other libraries in the process still see the true `torch.cuda`.
+
+Seen with megatron-core 0.16.1; the same places exist in 0.19.x. Each adaptation says what it is for and
+when it can go. Nothing happens at import; the engine calls `adapt()` once when its device is cpu.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import random
+
+_HOST = torch.device("cpu")
+# torch functions that take `device=`; Megatron calls them with "cuda" or torch.cuda.current_device().
+_FACTORIES = (
+    *("arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "randn", "tensor", "zeros", "zeros_like"),
+)
+
+
+def adapt() -> None:
+    """Apply all lasting adaptations; calling it again covers Megatron modules imported since."""
+    _answer_cuda_with_host()
+    _keep_random_state_on_host()
+
+
+def _answer_cuda_with_host() -> None:
+    """Give every Megatron module a `torch` whose `torch.cuda` is the host.
+
+    Reason: hundreds of `device="cuda"`, streams, events and synchronisations without a device switch.
+    Place: all of megatron.core. Goes when Megatron-Core takes its device from configuration.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.") and vars(module).get("torch") is torch:
+            module.torch = _HOST_TORCH
+
+
+def _keep_random_state_on_host() -> None:
+    """Use torch's CPU generator as "the CUDA generator" of the tensor-parallel random tracker.
+
+    Place: tensor_parallel/random.py, which imports lazy-initialisation helpers of torch.cuda by name.
+    Goes with the adaptation above.
+    """
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+@contextlib.contextmanager
+def construction() -> Iterator[None]:
+    """While models and optimizers are built: CUDA type names for host tensors, `Tensor.cuda` as identity.
+
+    Reason: optimizer/optimizer.py and distrib_optimizer.py accept only "torch.cuda.*Tensor" parameters;
+    language_module.py moves a tied embedding with `.cuda()`. Limited to construction because it changes
+    torch.Tensor itself. Goes when those checks compare dtypes.
+    """
+    names, move = torch.Tensor.type, torch.Tensor.cuda
+
+    def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = names(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+
+    torch.Tensor.type = type_name
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    try:
+        yield
+    finally:
+        torch.Tensor.type, torch.Tensor.cuda = names, move
+
+
+class _Nothing:
+    """A stream, an event, or the context of one, where everything already runs in order."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def _ignore(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record = wait = wait_event = wait_stream = synchronize = record_event = _ignore
+
+
+class _HostCuda(ModuleType):
+    """torch.cuda as seen by Megatron; whatever is not listed is torch's own."""
+
+    Stream = Event = stream = _Nothing
+    current_stream = default_stream = _Nothing
+
+    current_device = staticmethod(lambda: _HOST)
+    set_device = synchronize = empty_cache = staticmethod(lambda *args, **kwargs: None)
+    memory_allocated = memory_reserved = max_memory_allocated = staticmethod(lambda *args, **kwargs: 0)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _HostTorch(ModuleType):
+    """torch as seen by Megatron: factories build on the host whatever device they are told."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.cuda = _HostCuda("torch.cuda")
+        for name in _FACTORIES:
+            setattr(self, name, _on_host(getattr(torch, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def build(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _HOST
+        return factory(*args, **kwargs)
+
+    return build
+
+
+_HOST_TORCH = _HostTorch()

@@ -1,0 +1,1 @@
+"""Portable Megatron layers: plain torch, no TransformerEngine, the same on every device."""

@@ -1,0 +1,73 @@
+"""Process groups: Megatron's parallel state, initialised once per process."""
+
+from __future__ import annotations
+
+import math
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from engines.spec import MegatronSpec, TrainEngineSpec
+
+_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+_initialised: dict[str, int | None] = {}
+
+
+def sizes(backend: MegatronSpec) -> dict[str, int | None]:
+    """Parallel sizes by name, as Megatron and checkpoints know them."""
+    return {name: getattr(backend, name) for name in _SIZES}
+
+
+def initialise(spec: TrainEngineSpec) -> None:
+    """Create the groups of `spec.backend` and seed the model-parallel random streams.
+
+    A second engine in this process (the reference model) shares them: its sizes must be the same, else
+    ValueError. Also ValueError when the world cannot be divided.
+    """
+    wanted = sizes(spec.backend)
+    if parallel_state.model_parallel_is_initialized():
+        if wanted != _initialised:
+            raise ValueError(
+                f"got a second Megatron engine with {wanted}; expected the sizes of the first one in this process, "
+                f"{_initialised}; give actor and reference model the same parallel sizes"
+            )
+        return
+    _check_world(spec.backend)
+    parallel_state.initialize_model_parallel(
+        **{**wanted, "expert_tensor_parallel_size": wanted["expert_tensor_parallel_size"] or 1},
+        distributed_timeout_minutes=math.ceil(spec.timeout_s / 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
+    _initialised.update(wanted)
+
+
+def is_output_rank() -> bool:
+    """Last pipeline stage, first tensor- and context-parallel rank: the holder of a DP share's results."""
+    return (
+        parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+
+
+def _check_world(backend: MegatronSpec) -> None:
+    world = dist.get_world_size()
+    tp, pp = backend.tensor_model_parallel_size, backend.pipeline_model_parallel_size
+    cp = backend.context_parallel_size
+    if cp != 1:
+        raise ValueError(
+            f"got context_parallel_size={cp}; expected 1: the portable attention does not split sequences; "
+            "use tensor_model_parallel_size instead"
+        )
+    if world % (tp * pp * cp):
+        raise ValueError(
+            f"got {world} ranks for TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}; expected a multiple of it "
+            f"(data parallel size = ranks / product); change the sizes or the number of ranks"
+        )

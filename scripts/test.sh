@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Run the tests: bash scripts/test.sh [pytest arguments]
+#   bash scripts/test.sh                       the default set, a few minutes on 2 cores
+#   bash scripts/test.sh -m "slow or not slow" everything that needs no special hardware
+cd "$(dirname "$0")/.."
+source scripts/venv.sh dev
+exec python -m pytest "$@"

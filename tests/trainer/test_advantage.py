@@ -1,0 +1,261 @@
+"""Advantages against numbers worked out by hand."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.batch import TrainBatch
+from trainer.advantage import ADVANTAGES, AdvantageInput, AdvantageOptions, compute_advantages, find_estimator, whiten
+
+PROMPT = 2
+
+
+def make_batch(lengths, **tokens):
+    """One prompt of two tokens before every response; extra rows speak about the response."""
+    sequences = [[1] * (PROMPT + length) for length in lengths]
+    padded = {name: [[0.0] * PROMPT + list(row) for row in rows] for name, rows in tokens.items()}
+    padded.setdefault("loss_mask", [[0.0] * PROMPT + [1.0] * length for length in lengths])
+    return TrainBatch.pack(sequences, **padded)
+
+
+def per_sample(name, scores, uids, lengths=None, **options):
+    """First model token's advantage of each sample; checks that every model token carries it."""
+    lengths = lengths or [2] * len(scores)
+    batch = make_batch(lengths)
+    result = compute_advantages(name, AdvantageInput.from_batch(batch, scores, uids), AdvantageOptions(**options))
+    values = []
+    for row in batch.rows(result.advantages_T):
+        assert torch.equal(row[:PROMPT], torch.zeros(PROMPT))
+        assert (row[PROMPT:] == row[PROMPT]).all()
+        values.append(row[PROMPT].item())
+    return values
+
+
+def per_token(name, rewards, lengths, uids, options=None, **extras):
+    """Token advantages and returns with hand-made token rewards; prompts stripped."""
+    batch = make_batch(lengths, **extras)
+    samples = AdvantageInput.from_batch(batch, [0.0] * len(lengths), uids)
+    rewards_T = torch.tensor([r for row in rewards for r in [0.0] * PROMPT + row], dtype=torch.float64)
+    samples = AdvantageInput(**{**vars(samples), "rewards_T": rewards_T})
+    result = compute_advantages(name, samples, options or AdvantageOptions())
+    strip = [[round(v, 6) for v in row[PROMPT:].tolist()] for row in batch.rows(result.advantages_T)]
+    return strip, [row[PROMPT:].tolist() for row in batch.rows(result.returns_T)]
+
+
+A_B = ([1, 5, 0, 0, 3, 0], ["a", "b", "a", "a", "b", "a"])  # a: 1 0 0 0, b: 5 3, interleaved
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("grpo", {}, [1.499997, 0.707106, -0.499999, -0.499999, -0.707106, -0.499999]),
+        ("grpo", {"norm_adv_by_std_in_grpo": False}, [0.75, 1, -0.25, -0.25, -1, -0.25]),
+        ("rloo", {}, [1, 2, -1 / 3, -1 / 3, -2, -1 / 3]),
+    ],
+)
+def test_groups_follow_uids_not_positions(name, options, expected):
+    assert per_sample(name, *A_B, **options) == pytest.approx(expected, abs=1e-6)
+
+
+def test_grpo_half_right():
+    assert per_sample("grpo", [1, 1, 0, 0], "aaaa") == pytest.approx([0.866024] * 2 + [-0.866024] * 2, abs=1e-6)
+
+
+def test_opo_weights_the_baseline_by_length():
+    values = per_sample("opo", [1, 0, 0], "aaa", lengths=[2, 4, 6])
+    assert values == pytest.approx([0.833333, -0.166667, -0.166667], abs=1e-6)
+
+
+def test_gpg_scales_by_samples_with_signal_not_by_correct_answers():
+    values = per_sample("gpg", [1, 0, 0, 0, 1, 1, 1, 1], "aaaabbbb")
+    assert values == pytest.approx([1.5, -0.5, -0.5, -0.5, 0, 0, 0, 0])
+    assert per_sample("gpg", [1, 1, 0, 0], "aabb") == [0, 0, 0, 0]
+    assert per_sample("gpg", [1, 0], "aa", f_norm=2.0) == pytest.approx([0.25, -0.25])
+
+
+def test_passk_rewards_the_lead_of_the_best():
+    assert per_sample("grpo_passk", [0, 1, 0.25, 0], "aaaa") == pytest.approx([0, 1.584808, 0, 0], abs=1e-6)
+    assert per_sample("grpo_passk", [1, 0.25, 0, 0], "aaaa", norm_adv_by_std_in_grpo=False) == [0.75, 0, 0, 0]
+    assert per_sample("grpo_passk", [1, 1, 0, 0], "aaaa") == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match=r"rollout\.n"):
+        per_sample("grpo_passk", [1.0], "a", singleton="reward")
+
+
+def test_reinforce_plus_plus_discounts_and_whitens():
+    rewards, options = [[0.0, 0.0, 1.0], [0.0, -1.0]], AdvantageOptions(gamma=0.9)
+    advantages, returns = per_token("reinforce_plus_plus", rewards, [3, 2], "ab", options)
+    assert returns[0] == pytest.approx([0.81, 0.9, 1]) and returns[1] == pytest.approx([-0.9, -1])
+    assert advantages[0] == pytest.approx([0.636574, 0.724987, 0.823224], abs=1e-6)
+    assert advantages[1] == pytest.approx([-1.043274, -1.141511], abs=1e-6)
+
+
+def test_time_skips_tokens_of_tools():
+    """Four positions, the second and third are an observation: gamma acts once."""
+    extras = {"loss_mask": [[1, 0, 0, 1], [1, 0, 0, 1]]}
+    options = AdvantageOptions(gamma=0.5)
+    _, returns = per_token("reinforce_plus_plus", [[0.0, 0, 0, 1]] * 2, [4, 4], "ab", options, **extras)
+    assert returns[0] == [0.5, 0, 0, 1]
+
+
+def test_whitening_over_tokens_lets_long_samples_weigh_more():
+    values = per_sample("reinforce_plus_plus_baseline", [1, 0], "aa", lengths=[3, 1])
+    assert values == pytest.approx([0.5, -1.5], abs=1e-6)
+
+
+def test_remax_subtracts_the_greedy_score():
+    batch = make_batch([3])
+    samples = AdvantageInput.from_batch(batch, [1.0], ["a"], greedy_scores=[0.25])
+    result = compute_advantages("remax", samples, AdvantageOptions())
+    assert result.advantages_T.tolist() == [0, 0, 0.75, 0.75, 0.75]
+    assert result.returns_T.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_optimal_token_baseline_with_a_lone_tail():
+    log = [[math.log(p) for p in row] for row in ([0.5, 0.8, 0.9], [0.5, 0.5])]
+    advantages, returns = per_token(
+        "optimal_token_baseline",
+        [[0.0, 0, 1], [0.0, 0]],
+        [3, 2],
+        "aa",
+        old_log_probs=log,
+        sum_pi_squared=[[0.4, 0.66, 0.815], [0.4, 0.5]],
+    )
+    assert advantages[0] == pytest.approx([0.5, 0.661765, 1.0], abs=1e-6)
+    assert advantages[1] == pytest.approx([-0.5, -0.338235], abs=1e-6)
+    assert returns == [[1, 1, 1], [0, 0]]
+
+
+def test_optimal_token_baseline_is_zero_for_equal_rewards_and_survives_certain_tokens():
+    certain = {"old_log_probs": [[0.0, -0.3]] * 2, "sum_pi_squared": [[1.0, 0.6]] * 2}
+    advantages, _ = per_token("optimal_token_baseline", [[0.0, 0.1]] * 2, [2, 2], "aa", **certain)
+    assert advantages == [[0, 0], [0, 0]]
+    advantages, _ = per_token("optimal_token_baseline", [[0.0, 1.0], [0.0, 0.0]], [2, 2], "aa", **certain)
+    assert advantages == [[0.5, 0.5], [-0.5, -0.5]]
+
+
+GROUP_ESTIMATORS = ["grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"]
+
+
+@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -7.7, 1e6])
+def test_equal_rewards_give_exactly_zero(name, value):
+    scores = torch.full((7,), value, dtype=torch.float32).tolist()
+    assert per_sample(name, scores, ["a"] * 7, lengths=[1, 2, 3, 4, 5, 6, 7]) == [0.0] * 7
+
+
+@pytest.mark.parametrize("name", sorted(set(GROUP_ESTIMATORS) - {"grpo_passk", "reinforce_plus_plus_baseline"}))
+def test_singletons(name):
+    assert per_sample(name, [1.0], ["a"], singleton="reward") == [1.0]
+    assert per_sample(name, [1.0], ["a"], singleton="zero") == [0.0]
+
+
+def test_a_sample_whose_reward_token_was_rejected_leaves_the_group():
+    batch = make_batch([2, 2], loss_mask=[[1, 0], [1, 1]], rs_mask=[[1, 0], [1, 1]], response_mask=[[1, 1], [1, 1]])
+    samples = AdvantageInput.from_batch(batch, [1.0, 0.0], ["a", "a"])
+    assert samples.baseline == (False, True)
+    result = compute_advantages("grpo", samples, AdvantageOptions())
+    assert not result.advantages_T.any()
+    assert result.metrics["critic/singleton_groups"].value == 1
+    assert result.metrics["critic/samples_outside_baseline"].value == 1
+
+
+def test_a_sample_without_model_tokens_has_no_reward():
+    batch = make_batch([3, 3], loss_mask=[[0, 0, 0], [1, 1, 0]])
+    samples = AdvantageInput.from_batch(batch, [10.0, 0.0], ["a", "a"])
+    assert not samples.rewards_T.any() and samples.baseline == (False, True)
+    assert not compute_advantages("grpo", samples, AdvantageOptions()).advantages_T.any()
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_a_missing_score_leaves_the_group(missing):
+    assert per_sample("rloo", [1.0, missing, 0.0], "aaa") == [1.0, 0.0, -1.0]
+    # and whitening must not move it away from 0
+    assert per_sample("reinforce_plus_plus_baseline", [3.0, missing, 0.0, 0.0], "aaaa")[1] == 0.0
+
+
+def test_filtered_samples_stay_in_the_baseline_but_learn_nothing():
+    batch = make_batch([2, 2], loss_mask=[[0, 0], [1, 1]], response_mask=[[1, 1], [1, 1]])
+    samples = AdvantageInput.from_batch(batch, [1.0, 0.0], ["a", "a"])
+    result = compute_advantages("grpo", samples, AdvantageOptions(norm_adv_by_std_in_grpo=False))
+    assert result.advantages_T.tolist() == [0, 0, 0, 0, 0, 0, -0.5, -0.5]
+
+
+def test_the_score_sits_on_the_last_model_token():
+    batch = make_batch([4], loss_mask=[[1, 1, 1, 0]])
+    assert AdvantageInput.from_batch(batch, [0.5], ["a"]).rewards_T.tolist() == [0, 0, 0, 0, 0.5, 0]
+
+
+def test_whiten_edge_cases():
+    one = torch.tensor([3.0, 9.0], dtype=torch.float64)
+    assert whiten(one, torch.tensor([True, False])).tolist() == [3.0, 0.0]
+    assert whiten(torch.full((3,), 0.1, dtype=torch.float64), torch.ones(3, dtype=torch.bool)).tolist() == [0, 0, 0]
+
+
+def test_whitening_per_domain():
+    batch = make_batch([1, 1, 1, 1])
+    samples = AdvantageInput.from_batch(batch, [1.0, 0.0, 50.0, 0.0], list("abcd"), domains=list("xxyy"))
+    result = compute_advantages("reinforce_plus_plus", samples, AdvantageOptions(whiten_scope="domain"))
+    half = math.sqrt(0.5)
+    assert result.advantages_T[2::3].tolist() == pytest.approx([half, -half, half, -half], abs=1e-5)
+
+
+def test_metrics_describe_valid_tokens():
+    batch = make_batch([3, 1])
+    samples = AdvantageInput.from_batch(batch, [1.0, 0.0], ["a", "a"])
+    metrics = compute_advantages("reinforce_plus_plus_baseline", samples, AdvantageOptions()).metrics
+    assert metrics["critic/raw_advantages/mean"].value == 0.25  # 3 x .5 and 1 x -.5
+    assert metrics["critic/advantages/mean"].value == pytest.approx(0.0)
+    assert metrics["critic/advantages/min"].value == pytest.approx(-1.5, abs=1e-6)
+    assert (metrics["critic/rewards/mean"].value, metrics["critic/rewards/max"].value) == (0.5, 1.0)
+    assert metrics["critic/equal_reward_groups"].value == 0
+
+
+def double_rewards(samples, options):
+    values_T = samples.broadcast([2 * reward for reward in samples.rewards])
+    return values_T, values_T
+
+
+def test_custom_estimator_by_module_and_function():
+    assert per_sample("tests.trainer.test_advantage:double_rewards", [1.5, 0.0], "ab") == [3.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["grop", "no.such.module:f", "trainer.advantage:no_such_function"])
+def test_unknown_estimators_fail_by_name(name):
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        find_estimator(name)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5), st.sampled_from("abc")), min_size=2, max_size=12),
+    st.randoms(),
+)
+def test_the_order_of_samples_does_not_matter(rows, rng: random.Random):
+    order = rng.sample(range(len(rows)), len(rows))
+    for name in sorted(set(ADVANTAGES) - {"remax", "optimal_token_baseline", "tir_optimal_token_baseline"}):
+        one = per_sample_rows(name, rows)
+        two = per_sample_rows(name, [rows[i] for i in order])
+        for place, i in enumerate(order):
+            if name in GROUP_ESTIMATORS[:5]:
+                assert torch.equal(two[place], one[i])
+            else:
+                torch.testing.assert_close(two[place], one[i], rtol=1e-5, atol=1e-6)
+
+
+def per_sample_rows(name, rows):
+    scores, lengths, uids = zip(*rows, strict=True)
+    batch = make_batch(list(lengths))
+    result = compute_advantages(name, AdvantageInput.from_batch(batch, scores, uids), AdvantageOptions())
+    return batch.rows(result.advantages_T)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=8), st.floats(0.5, 50), st.floats(-10, 10))
+def test_grpo_with_std_ignores_the_scale_of_rewards(scores, scale, shift):
+    one = per_sample("grpo", scores, ["a"] * len(scores))
+    two = per_sample("grpo", [scale * score + shift for score in scores], ["a"] * len(scores))
+    assert two == pytest.approx(one, abs=2e-5)

@@ -1,0 +1,27 @@
+"""Key patterns of the status tables: `a.{b,c}.d` stands for a.b.d and a.c.d; a listed section covers its sub-keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """`{x,y}` braces, one after the other (not nested)."""
+    head, brace, rest = pattern.partition("{")
+    if not brace:
+        yield pattern
+        return
+    body, _, tail = rest.partition("}")
+    for option in body.split(","):
+        yield from expand(head + option.strip() + tail)
+
+
+def expand_all(patterns: Iterable[str]) -> Iterator[str]:
+    for pattern in patterns:
+        yield from expand(pattern)
+
+
+def covering(key: str, names: Iterable[str]) -> str | None:
+    """The longest name that is `key` or one of its sections."""
+    found = [name for name in names if key == name or key.startswith(name + ".")]
+    return max(found, key=len, default=None)

@@ -1,0 +1,298 @@
+"""The loop: six rooms in order.
+
+    1 prompts -> 2 rollout -> 3 reward -> 4 advantage -> 5 update -> 6 weight sync
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engines.base import ForwardOptions, Prompt, Sample, SamplingParams
+from engines.batch import TrainBatch
+from engines.metric import Metric, Metrics
+from trainer import checkpoint, cluster
+from trainer.advantage import AdvantageOptions, compute_advantages
+from trainer.advantage_input import AdvantageInput
+from trainer.batching import build_batch, mini_batches
+from trainer.cluster import Cluster, WorkerGroup
+from trainer.config import Config
+from trainer.consistency import ConsistencyMonitor, probability_difference
+from trainer.console import Console
+from trainer.dumps import rollout_rows, write_jsonl
+from trainer.loss import PolicyLoss
+from trainer.metrics import MetricLog
+from trainer.policy import Policy
+from trainer.prompts import PromptEncoder, PromptItem, PromptSource
+from trainer.reward import RewardManager, RewardResult
+from trainer.rollout import RolloutGroup
+from trainer.step_metrics import response_metrics, step_performance
+from trainer.validation import ValRecord, sample_table, summarise, write_samples
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A sample, the prompt it answers, its text and its reward."""
+
+    item: PromptItem
+    sample: Sample
+    text: str
+    result: RewardResult
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the loop does that the configuration decides, translated once."""
+
+    total_steps: int
+    sampling: SamplingParams
+    val_sampling: SamplingParams
+    score: ForwardOptions
+    score_reference: ForwardOptions | None
+    update: ForwardOptions
+    advantage: AdvantageOptions
+    loss: PolicyLoss
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """What the loop runs through: data, workers and instruments."""
+
+    prompts: PromptSource
+    val_prompts: PromptSource
+    encoder: PromptEncoder
+    rewards: RewardManager
+    cluster: Cluster
+    policy: Policy
+    rollout: RolloutGroup
+    monitor: ConsistencyMonitor
+    console: Console
+    metrics: MetricLog
+
+
+class Trainer:
+    """Runs the rooms. Built by trainer/build.py; `resume_from` is a complete checkpoint or None."""
+
+    def __init__(self, config: Config, plan: Plan, rooms: Rooms, run_dir: Path, resume_from: Path | None) -> None:
+        self.config, self.plan, self.run_dir, self.resume_from = config, plan, run_dir, resume_from
+        self.prompts, self.encoder, self.rewards = rooms.prompts, rooms.encoder, rooms.rewards
+        self.policy, self.rollout, self.cluster = rooms.policy, rooms.rollout, rooms.cluster
+        self.monitor, self.console, self.metrics = rooms.monitor, rooms.console, rooms.metrics
+        self.val_prompts = rooms.val_prompts
+        self.global_step = 0
+        self.nonfinite_in_a_row = 0
+        self.timings: dict[str, float] = {}
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        settings = self.config.trainer
+        self._resume()
+        self.sync_weights()
+        if settings.val_only or (settings.val_before_train and self.global_step == 0):
+            self._report(self.validate())
+        while self.global_step < self.plan.total_steps and not settings.val_only:
+            row = self.step()
+            if self._due(settings.test_freq):
+                row |= self.validate()
+            if self._due(settings.save_freq):
+                self.save()
+            self._report(row)
+        self._summary()
+
+    def step(self) -> dict[str, float]:
+        """One cycle. Rollouts of step k+1 come from the policy that step k leaves behind."""
+        self.timings = {}
+        with self._phase("step", "step"):
+            items = self.prompts.next_batch()  # 1 prompts
+            scored = self.generate_and_score(items)  # 2 rollout, 3 reward: scoring runs while others still decode
+            batch, metrics = self.score_log_probs(scored)
+            metrics |= self.compute_advantages(batch, scored)  # 4 advantage
+            metrics |= self.update_policy(batch, len(items))  # 5 update
+            self.global_step += 1
+            self.sync_weights()  # 6 weight sync
+        self._dump(batch, scored)
+        return self._row(metrics | response_metrics(scored), batch.num_tokens)
+
+    # --- the rooms --------------------------------------------------------------------------------------------
+
+    def generate_and_score(self, items: list[PromptItem], validation: bool = False) -> list[Scored]:
+        """All samples of the prompts in prompt order, each with its reward."""
+        sampling = self.plan.val_sampling if validation else self.plan.sampling
+        by_uid = {item.uid: item for item in items}
+        pending = {}
+        prompts = [Prompt(item.uid, item.token_ids) for item in items]
+        name = "validation" if validation else "rollout"
+        with self._phase(name, "testing" if validation else "gen", len(items) * sampling.n) as advance:
+            for sample in self.rollout.generate(prompts, sampling, self.global_step):
+                text = self.encoder.decode(sample.response_ids)
+                future = self.rewards.submit(text, by_uid[sample.uid].row, response_length=len(sample.response_ids))
+                pending[sample.uid, sample.index] = (sample, text, future)
+                advance()
+        with self._phase("reward", "testing" if validation else "reward"):
+            return [
+                Scored(item, sample, text, future.result())
+                for item in items
+                for sample, text, future in (pending[item.uid, index] for index in range(sampling.n))
+            ]
+
+    def score_log_probs(self, scored: list[Scored]) -> tuple[TrainBatch, Metrics]:
+        """Pack the samples and add log-probs of the training engine (and the reference)."""
+        batch = build_batch([each.sample for each in scored])
+        batch.tokens["response_mask"] = batch.tokens["loss_mask"].clone()
+        # A sample that was aborted or could not be scored is no evidence of anything: it teaches nothing.
+        for row, each in enumerate(scored):
+            if each.result.failed or each.sample.finish_reason == "abort":
+                batch.tokens["loss_mask"][batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
+        with self._phase("old log-probs", "old_log_prob"):
+            metrics = self.policy.score(batch, self.plan.score, self.plan.score_reference)
+        difference = probability_difference(
+            batch.tokens["old_log_probs"], batch.tokens["rollout_log_probs"], batch.tokens["response_mask"]
+        )
+        for warning in self.monitor.check(self.global_step + 1, difference):
+            log.warning(warning)
+        entropy_T = batch.tokens.pop("entropy")[batch.tokens["response_mask"].bool()]
+        entropy = {"actor/entropy": Metric("mean", float(entropy_T.double().sum()), entropy_T.numel())}
+        return batch, metrics | difference | entropy
+
+    def compute_advantages(self, batch: TrainBatch, scored: list[Scored]) -> Metrics:
+        with self._phase("advantages", "adv"):
+            scores = [None if each.result.failed else each.result.score for each in scored]
+            samples = AdvantageInput.from_batch(batch, scores, [each.item.uid for each in scored])
+            result = compute_advantages(self.config.algorithm.adv_estimator, samples, self.plan.advantage)
+            batch.tokens["advantages"] = result.advantages_T
+        return result.metrics
+
+    def update_policy(self, batch: TrainBatch, num_prompts: int) -> Metrics:
+        """ppo_epochs passes over the mini-batches, one optimizer step each."""
+        actor = self.config.actor_rollout_ref.actor
+        rows = []
+        for epoch in range(actor.ppo_epochs):
+            seed = actor.data_loader_seed + self.global_step * actor.ppo_epochs + epoch if actor.shuffle else None
+            rows += mini_batches(num_prompts, self.plan.sampling.n, actor.ppo_mini_batch_size, seed)
+        with self._phase("update", "update_actor"):
+            metrics = self.policy.update(batch, rows, self.plan.loss, self.plan.update, self.global_step)
+        metrics["mask/final_mask_sum_eq_0"] = Metric("last", float(not batch.tokens["loss_mask"].any()))
+        metrics.pop("actor/entropy", None)  # the pass before the updates has measured it on all tokens
+        self._check_finite(metrics)
+        return metrics
+
+    def sync_weights(self) -> None:
+        """Training ranks -> rollout replicas; both ends verify and stamp version `global_step`."""
+        with self._phase("weight sync", "update_weights"):
+            push = self.policy.group.start("push_weights", self.global_step)
+            pull = self.rollout.group.start("pull_weights", self.address, self.global_step)
+            cluster.wait(push, pull)
+
+    # --- around the loop --------------------------------------------------------------------------------------
+
+    def validate(self) -> dict[str, float]:
+        """Accuracy on the validation files with their own sampling (greedy unless val_kwargs say otherwise)."""
+        records: list[ValRecord] = []
+        for items in self.val_prompts.validation_batches(self.config.data.val_batch_size):
+            records += [val_record(each) for each in self.generate_and_score(items, validation=True)]
+        if self.config.trainer.validation_data_dir:
+            write_samples(Path(self.config.trainer.validation_data_dir) / f"val_{self.global_step}.jsonl", records)
+        if self.config.trainer.log_val_generations > 0:
+            columns, rows = sample_table(records, self.config.trainer.log_val_generations)
+            self.console.samples(f"validation samples at step {self.global_step}", columns, rows)
+        return summarise(records)
+
+    def save(self) -> Path:
+        """Checkpoint of everything that the next step depends on."""
+        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        state = {
+            "step": self.global_step,
+            "cursor": self.prompts.state_dict(),
+            "monitor": self.monitor.state_dict(),
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+        }
+
+        def write(folder: Path) -> None:
+            copy_config(self.run_dir, folder)
+            self.policy.save(folder / "actor")
+            if "hf_model" in contents:
+                self.policy.export_hf(folder / "hf_model", self.config.actor_rollout_ref.model.path)
+
+        with self._phase("checkpoint", "save_checkpoint"):
+            keep = self.config.trainer.max_actor_ckpt_to_keep
+            return checkpoint.save(self.run_dir, self.global_step, state, write, keep)
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.cluster.shutdown()
+        self.metrics.close()
+
+    def _resume(self) -> None:
+        if self.resume_from is None:
+            return
+        state = checkpoint.read_state(self.resume_from)
+        with self._phase("restore", "restore"):
+            self.policy.restore(self.resume_from / "actor")
+        self.global_step = state["step"]
+        self.prompts.load_state_dict(state["cursor"])
+        self.monitor.load_state_dict(state["monitor"])
+        self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        self.console.say(f"resumed from {self.resume_from}: next is step {self.global_step + 1}")
+
+    def _check_finite(self, metrics: Metrics) -> None:
+        """Stop after too many steps in a row without a finite gradient."""
+        limits = self.config.trainer.nonfinite_grad
+        skipped = metrics["actor/nonfinite_grad_steps"].value if "actor/nonfinite_grad_steps" in metrics else 0
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
+        if not skipped:
+            return
+        text = (
+            f"step {self.global_step + 1}: {skipped:.0f} optimizer steps had a gradient that is not finite and were "
+            f"skipped ({self.nonfinite_in_a_row} training steps in a row)"
+        )
+        if limits.action == "raise" or self.nonfinite_in_a_row >= limits.max_consecutive:
+            raise RuntimeError(
+                f"{text}; expected finite gradients; lower actor.optim.lr or the clip range, or look at the samples; "
+                f"the last checkpoints are in {self.run_dir}"
+            )
+        log.warning(text)
+
+    def _phase(self, name: str, key: str, total: int | None = None) -> AbstractContextManager[Callable[[], None]]:
+        return self.console.phase(name, self.timings, key, total)
+
+    def _due(self, frequency: int) -> bool:
+        """Every `frequency` steps and after the last one; never when it is not positive."""
+        last = self.global_step == self.plan.total_steps
+        return frequency > 0 and (last or self.global_step % frequency == 0)
+
+    def _row(self, metrics: Metrics, num_tokens: int) -> dict[str, float]:
+        values = {name: metric.value for name, metric in metrics.items()}
+        values |= {"training/global_step": self.global_step, "training/epoch": self.prompts.epoch}
+        memory = [*self.policy.group.call("memory_gb"), *self.rollout.group.call("memory_gb")]
+        return values | step_performance(self.timings["timing_s/step"], num_tokens, len(self.policy.group), memory)
+
+    def _report(self, row: dict[str, float]) -> None:
+        row = {"training/global_step": self.global_step, "training/epoch": self.prompts.epoch} | row | self.timings
+        self.console.step(self.metrics.write(row))
+
+    def _dump(self, batch: TrainBatch, scored: list[Scored]) -> None:
+        if self.config.trainer.rollout_data_dir:
+            with self._phase("dump", "dump_rollout_generations"):
+                path = Path(self.config.trainer.rollout_data_dir) / f"{self.global_step}.jsonl"
+                write_jsonl(path, rollout_rows(batch, scored, self.global_step))
+
+    def _summary(self) -> None:
+        curve = self.metrics.plot()
+        validation = self.metrics.csv.column("val_correct/all/mean")
+        reward = self.metrics.csv.column("reward/mean")
+        lines = [f"{len(reward)} training steps, model_engine={self.config.model_engine}"]
+        if reward:
+            lines.append(f"reward/mean            {reward[0][1]:.3f} -> {reward[-1][1]:.3f}")
+        if validation:
+            lines.append(f"val_correct/all/mean   {validation[0][1]:.3f} -> {validation[-1][1]:.3f}")
+        lines += [f"metrics                {self.metrics.csv.path}", f"curve                  {curve}"]
+        newest = checkpoint.checkpoints(self.run_dir)
+        lines += [f"checkpoint             {newest[0][1]}"] if newest else []
+        self.console.summary("done", lines)

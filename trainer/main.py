@@ -1,0 +1,64 @@
+"""The one command:  python3 -m trainer.main key=value …
+
+    python3 -m trainer.main model_engine=megatron actor_rollout_ref.model.path=… data.train_files=… …
+    python3 -m trainer.main --dry-run …            all checks and a size summary, starts nothing
+    python3 -m trainer.main --cfg resolved …       the resolved tree as YAML
+    python3 -m trainer.main --explain KEY          type, default and meaning of one key
+
+Exit status: 0 done, 1 the run failed, 2 the configuration or the data is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+
+from trainer.config import ConfigErrors, Loaded, explain, load_config, size_summary, to_yaml
+
+log = logging.getLogger("trainer")
+
+
+def main(argv: list[str] | None = None) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        loaded = load_config(sys.argv[1:] if argv is None else argv)
+    except ConfigErrors as errors:
+        sys.stderr.write(f"{errors}\n")
+        return 2
+    for notice in loaded.notices:
+        log.warning(notice)
+    if loaded.action == "run":
+        return run(loaded)
+    text = {"dry-run": lambda: size_summary(loaded), "cfg": lambda: to_yaml(loaded.config), "explain": lambda: loaded.text}
+    sys.stdout.write(text[loaded.action]() + "\n")
+    return 0
+
+
+def run(loaded: Loaded) -> int:
+    """Build, fit, and close whatever happens. torch and ray are imported only from here on."""
+    from trainer.build import build
+    from trainer.cluster import WorkerFailed
+    from trainer.prompts import DataError
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds through `finally`, so workers end too
+    trainer = None
+    try:
+        trainer = build(loaded)
+        trainer.fit()
+    except DataError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except WorkerFailed as error:
+        log.error("the run stopped: %s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if trainer is not None:
+            trainer.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

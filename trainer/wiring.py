@@ -1,0 +1,232 @@
+"""Translate the configuration tree into what engines, workers and sampling want to know.
+
+One direction, no logic beyond names and units: the engines never see the tree, the tree never sees an
+engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from engines.base import ForwardOptions, SamplingParams
+from engines.spec import (
+    FsdpSpec,
+    LrSchedule,
+    MegatronSpec,
+    ModelSpec,
+    OptimSpec,
+    RolloutEngineSpec,
+    TrainEngineSpec,
+)
+from trainer.config import Config
+from trainer.workers import SyncSpec
+
+MIB = 2**20
+DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+
+
+def model_spec(config: Config) -> ModelSpec:
+    model = config.actor_rollout_ref.model
+    return ModelSpec(
+        path=model.path,
+        trust_remote_code=model.trust_remote_code,
+        override_config=dict(model.override_config),
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+
+
+def actor_spec(config: Config, device: str, total_steps: int) -> TrainEngineSpec:
+    actor = config.actor_rollout_ref.actor
+    return _train_engine(config, actor, device, _optimizer(config, total_steps))
+
+
+def reference_spec(config: Config, device: str) -> TrainEngineSpec | None:
+    """A frozen copy beside the actor; None when no term of the loss reads it."""
+    if not config.actor_rollout_ref.actor.use_kl_loss:
+        return None
+    return _train_engine(config, config.actor_rollout_ref.ref, device, optim=None)
+
+
+def _train_engine(config: Config, role, device: str, optim: OptimSpec | None) -> TrainEngineSpec:
+    backend = _megatron(role.megatron) if config.model_engine == "megatron" else _fsdp(role.fsdp_config)
+    return TrainEngineSpec(
+        engine=config.model_engine,
+        device=device,
+        model=model_spec(config),
+        backend=backend,
+        optim=optim,
+        seed=config.trainer.seed,
+        timeout_s=float(config.actor_rollout_ref.nccl_timeout),
+    )
+
+
+def _fsdp(node) -> FsdpSpec:
+    precision = node.mixed_precision
+    return FsdpSpec(
+        model_dtype=dtype_name(node.model_dtype),
+        param_dtype=dtype_name(precision.param_dtype or node.dtype),
+        reduce_dtype=dtype_name(precision.reduce_dtype or "float32"),
+        fsdp_size=node.fsdp_size,
+        reshard_after_forward=node.reshard_after_forward,
+        param_offload=node.param_offload,
+        optimizer_offload=node.optimizer_offload,
+        offload_policy=node.offload_policy,
+    )
+
+
+def _megatron(node) -> MegatronSpec:
+    return MegatronSpec(
+        tensor_model_parallel_size=node.tensor_model_parallel_size,
+        pipeline_model_parallel_size=node.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=node.virtual_pipeline_model_parallel_size,
+        context_parallel_size=node.context_parallel_size,
+        expert_model_parallel_size=node.expert_model_parallel_size,
+        expert_tensor_parallel_size=node.expert_tensor_parallel_size,
+        sequence_parallel=node.sequence_parallel and node.tensor_model_parallel_size > 1,
+        use_distributed_optimizer=node.use_distributed_optimizer,
+        dtype=dtype_name(node.dtype),
+        param_offload=node.param_offload,
+        grad_offload=node.grad_offload,
+        optimizer_offload=node.optimizer_offload,
+        override_transformer_config=dict(node.override_transformer_config),
+    )
+
+
+def _optimizer(config: Config, total_steps: int) -> OptimSpec:
+    """Warm-up and decay count training steps; a ratio is taken of all of them."""
+    optim = config.actor_rollout_ref.actor.optim
+    warmup = optim.lr_warmup_steps
+    if warmup is None or warmup <= 0:
+        warmup = int(optim.lr_warmup_steps_ratio * total_steps)
+    if config.model_engine == "megatron":
+        shape = {
+            "style": optim.lr_decay_style,
+            "total_steps": optim.lr_decay_steps or total_steps,
+            "min_lr": optim.min_lr,
+            "warmup_init": optim.lr_warmup_init,
+        }
+    else:
+        shape = {
+            "style": optim.lr_scheduler_type,
+            "total_steps": total_steps,
+            "min_lr": optim.min_lr_ratio * optim.lr,
+            "num_cycles": optim.num_cycles,
+        }
+    return OptimSpec(
+        schedule=LrSchedule(lr=optim.lr, warmup_steps=warmup, **shape),
+        weight_decay=optim.weight_decay,
+        betas=tuple(optim.betas),
+        clip_grad=optim.clip_grad,
+    )
+
+
+def rollout_spec(config: Config, device: str) -> RolloutEngineSpec:
+    rollout = config.actor_rollout_ref.rollout
+    return RolloutEngineSpec(
+        name=rollout.name,
+        device=device,
+        model=model_spec(config),
+        dtype=dtype_name(rollout.dtype),
+        max_num_seqs=rollout.max_num_seqs,
+        max_model_len=rollout.max_model_len,
+        engine_kwargs=dict(rollout.engine_kwargs.hf),
+    )
+
+
+def sync_spec(config: Config) -> SyncSpec:
+    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+    return SyncSpec(
+        bucket_bytes=engine.update_weights_bucket_megabytes * MIB,
+        verify_every=engine.engine_kwargs.get("verify_every", 0),
+        timeout_s=float(engine.engine_kwargs.get("timeout_s", config.actor_rollout_ref.nccl_timeout)),
+    )
+
+
+def sampling(config: Config, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+    rollout = config.actor_rollout_ref.rollout
+    return SamplingParams(
+        n=rollout.n,
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=config.data.max_response_length,
+        eos_token_ids=eos_token_ids,
+        ignore_eos=rollout.ignore_eos,
+        repetition_penalty=rollout.repetition_penalty,
+        seed=rollout.seed,
+    )
+
+
+def validation_sampling(config: Config, eos_token_ids: tuple[int, ...]) -> SamplingParams:
+    """Temperature alone decides: 0 is greedy."""
+    kwargs = config.actor_rollout_ref.rollout.val_kwargs
+    return SamplingParams(
+        n=kwargs.n,
+        temperature=kwargs.temperature,
+        top_p=kwargs.top_p,
+        top_k=kwargs.top_k,
+        max_new_tokens=config.data.max_response_length,
+        eos_token_ids=eos_token_ids,
+        seed=config.actor_rollout_ref.rollout.seed,
+    )
+
+
+def update_options(config: Config) -> ForwardOptions:
+    actor = config.actor_rollout_ref.actor
+    return ForwardOptions(
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        **_split(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
+        entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
+        entropy_grad=actor.entropy_coeff != 0,
+    )
+
+
+def old_log_prob_options(config: Config) -> ForwardOptions:
+    """The pass before the updates also measures the entropy of the policy that sampled."""
+    rollout = config.actor_rollout_ref.rollout
+    return ForwardOptions(
+        temperature=rollout.temperature,
+        **_split(
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+        entropy=True,
+    )
+
+
+def reference_options(config: Config) -> ForwardOptions | None:
+    if not config.actor_rollout_ref.actor.use_kl_loss:
+        return None
+    ref = config.actor_rollout_ref.ref
+    return ForwardOptions(
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        **_split(
+            ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
+        ),
+    )
+
+
+def _split(dynamic: bool, micro_batch_size: int | None, max_tokens: int | None) -> dict[str, int | None]:
+    return {"max_tokens": max_tokens} if dynamic else {"micro_batch_size": micro_batch_size}
+
+
+def dtype_name(name: str) -> str:
+    return DTYPES.get(name, name)
+
+
+def eos_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Every id that ends a response: generation_config.json may list several, the tokenizer adds its own."""
+    ids = {tokenizer_eos} - {None}
+    path = Path(model_path) / "generation_config.json"
+    if path.exists():
+        listed = json.loads(path.read_text()).get("eos_token_id")
+        ids |= set(listed if isinstance(listed, list) else [listed]) - {None}
+    return tuple(sorted(ids))
+
+
+def threads_per_process(processes: int) -> int:
+    """Cores are divided among the processes of a role; roles take turns."""
+    return max(1, len(os.sched_getaffinity(0)) // processes)
