@@ -32,14 +32,16 @@ def check_options(chunks: list[nn.Module]) -> None:
         for option, plain in PLAIN_OPTIONS.items():
             if option in vars(config) and vars(config)[option] not in plain:
                 raise ValueError(
-                    f"got TransformerConfig.{option}={vars(config)[option]!r}; expected {plain[0]!r}, because it changes "
-                    "what the weights mean and no conversion is known; remove it from override_transformer_config"
+                    f"got TransformerConfig.{option}={vars(config)[option]!r}; expected {plain[0]!r}, "
+                    "because it changes what the weights mean and no conversion is known; "
+                    "remove it from override_transformer_config"
                 )
 
 
 def live_tensors(chunks: list[nn.Module], layer_offsets: list[int], rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
     """(global name, tensor) of every parameter, and of every buffer a rule claims (an expert bias travels,
     rotary caches do not)."""
+    assert len(chunks) == len(layer_offsets), f"{len(chunks)} chunks, {len(layer_offsets)} layer_offsets"
     for chunk, offset in zip(chunks, layer_offsets, strict=True):
         for name, tensor in chunk.named_parameters():
             yield global_name(name, offset), tensor

@@ -127,7 +127,9 @@ def _match(rules: list[Rule], stages: list[list[Live]], tp: int) -> tuple[list[U
     homes: dict[str, int] = {}
     problems: list[str] = []
     for stage, live in ((stage, live) for stage, tensors in enumerate(stages) for live in tensors):
-        claims = [(order, rule, layer) for order, rule in enumerate(rules) if (layer := rule.match(live.name)) is not None]
+        claims = [
+            (order, rule, layer) for order, rule in enumerate(rules) if (layer := rule.match(live.name)) is not None
+        ]
         if len(claims) != 1:
             problems.append(_bad_claims(live, claims, rules))
             continue
@@ -159,7 +161,9 @@ def expected_names(rules: list[Rule], layers: int) -> dict[str, Shape]:
     }
 
 
-def check_source(plan: Plan, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], tied: bool, where: str) -> None:
+def check_source(
+    plan: Plan, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], tied: bool, where: str
+) -> None:
     """ValueError listing every key of a checkpoint that is missing, unknown, of another shape or no float."""
     wanted = plan.hf_shapes
     missing = [name for name in wanted if name not in shapes]
@@ -172,7 +176,9 @@ def check_source(plan: Plan, shapes: Mapping[str, Shape], dtypes: Mapping[str, t
             if dtypes[name] not in (torch.float32, torch.bfloat16, torch.float16):
                 problems.append(f"{name}: dtype {dtypes[name]}, expected float32, bfloat16 or float16")
     problems += [
-        f"{name}: unknown to this family{nearest(name, missing)}" for name in unknown if not (tied and name == TIED_HEAD)
+        f"{name}: unknown to this family{nearest(name, missing)}"
+        for name in unknown
+        if not (tied and name == TIED_HEAD)
     ]
     raise_all(
         problems,
@@ -199,7 +205,8 @@ def raise_all(problems: list[str], what: str, expected: str, remedy: str) -> Non
 def _bad_claims(live: Live, claims: list[tuple[int, Rule, int]], rules: list[Rule]) -> str:
     if claims:
         return f"{live.name}: claimed by {len(claims)} rules: {', '.join(rule.mcore for _, rule, _ in claims)}"
-    return f"{live.name} {list(live.shape)}: no rule{nearest(re.sub('[0-9]+', '{i}', live.name), [r.mcore for r in rules])}"
+    hint = nearest(re.sub("[0-9]+", "{i}", live.name), [rule.mcore for rule in rules])
+    return f"{live.name} {list(live.shape)}: no rule{hint}"
 
 
 def _bad_shape(live: Live, rule: Rule, sources: dict[str, Shape], parts: int | None, tp: int) -> list[str]:
@@ -208,7 +215,9 @@ def _bad_shape(live: Live, rule: Rule, sources: dict[str, Shape], parts: int | N
         cut = f"cut by {tp} on dimension {rule.op.dim}" if rule.op.dim is not None else "uncut"
         return [f"{live.name}: live shape {list(live.shape)}, expected {full} {cut} ({type(rule.op).__name__})"]
     if parts > 1 and live.marked_split is False:
-        return [f"{live.name}: cut into {parts} by its shape, but its attribute tensor_model_parallel says it is a copy"]
+        return [
+            f"{live.name}: cut into {parts} by its shape, but its attribute tensor_model_parallel says it is a copy"
+        ]
     return []
 
 

@@ -57,8 +57,8 @@ class HfCheckpoint:
             found = read_header(self.directory / file)
             if listed is not None and listed != set(found):
                 raise ValueError(
-                    f"got {file} with tensors {sorted(set(found) - listed)} that {INDEX} does not list there and without "
-                    f"{sorted(listed - set(found))} that it does; expected index and file to agree; download again"
+                    f"got {file} with tensors {sorted(set(found) - listed)} that {INDEX} does not list there, and "
+                    f"without {sorted(listed - set(found))} that it does; expected both to agree; download again"
                 )
             self._stored.update(found)
 
@@ -129,10 +129,14 @@ def read_header(path: Path) -> dict[str, Stored]:
     base, end, found = 8 + length, 0, {}
     for name, entry in entries:
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"got dtype {entry['dtype']} of {name} in {path}; expected one of {sorted(DTYPES)}; convert it")
+            raise ValueError(
+                f"got dtype {entry['dtype']} of {name} in {path}; expected one of {sorted(DTYPES)}; convert it"
+            )
         dtype, shape, (start, stop) = DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         if start != end or stop - start != math.prod(shape) * dtype.itemsize:
-            raise _corrupt(path, f"{name} {list(shape)} {dtype} at bytes {start}..{stop}, after a tensor that ends at {end}")
+            raise _corrupt(
+                path, f"{name} {list(shape)} {dtype} at bytes {start}..{stop}, after a tensor that ends at {end}"
+            )
         found[name] = Stored(path.name, dtype, shape, base + start, stop - start)
         end = stop
     if base + end != size:
@@ -141,4 +145,6 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _corrupt(path: Path, what: str) -> ValueError:
-    return ValueError(f"got {path} with {what}; expected a complete safetensors file; it is truncated or damaged: copy it again")
+    return ValueError(
+        f"got {path} with {what}; expected a complete safetensors file; it is truncated or damaged: copy it again"
+    )

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bridge.export import export_units
+from bridge.gather import Gatherer
 from bridge.layout import Groups, Layout
 from bridge.live import check_options, describe, live_tensors
 from bridge.load import LoadReport, check_tied_head, load_units
@@ -49,7 +51,7 @@ class Bridge:
         self._described = self._describe()
         stages = _exchange(self._described, layout.pp, groups.pp)
         self.plan: Plan = make_plan(self._rules, stages, hf_config["num_hidden_layers"], layout.tp)
-        _check_agreement(self.plan.digest(), groups)
+        _check_agreement(f"{self.plan.digest()} in buckets of {bucket_bytes}", groups)
         self._unusable: str | None = None
 
     @torch.no_grad()
@@ -69,6 +71,25 @@ class Bridge:
         report = load_units(mine, live, checkpoint, self._layout.tp_rank)
         self._unusable = None
         return report
+
+    @torch.no_grad()
+    def hf_weights(self, source_only: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor in the live dtype) in plan order.
+
+        Collective over the tp and pp groups: every rank iterates to the end (or closes its iterator). With
+        `source_only`, ranks other than tp 0 / pp 0 yield nothing. A tensor is valid until the next one is asked for.
+        Extra memory: `bucket_bytes` for the buffers, plus the one tensor yielded.
+        """
+        if self._unusable:
+            raise ValueError(
+                f"got a model whose weights are incomplete ({self._unusable}); expected loaded weights; load again"
+            )
+        live = self._live()
+        layout = self._layout
+        gatherer = Gatherer(layout, self._groups, next(iter(live.values())).device, everywhere=not source_only)
+        yields = layout.is_source or not source_only
+        # Two buckets are in flight, so each has half.
+        yield from export_units(self.plan.exported, live, gatherer, self._bucket_bytes // 2, yields)
 
     def _describe(self) -> list[Live]:
         return [describe(*item) for item in live_tensors(self._chunks, self._offsets, self._rules)]

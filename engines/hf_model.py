@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from engines.attention import packed_attention
+from engines.batch import TrainBatch
+from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
 from engines.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -113,6 +115,28 @@ def initialize_buffers(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers' own mark for "do not touch"
     model.initialize_weights()
+
+
+def packed_log_probs(
+    model: nn.Module, batch: TrainBatch, device: torch.device, temperature: float, entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """log p of every token given the earlier ones of its sequence, and the entropy it was drawn from.
+
+    Both [T] float32 on `device`, 0 at first tokens, differentiable; entropy is None unless asked for.
+    """
+    input_ids_T, cu_seqlens = batch.input_ids.to(device), batch.cu_seqlens.cpu()
+    logits_1TV = model(
+        input_ids=input_ids_T.unsqueeze(0),
+        position_ids=batch.position_ids.to(device).unsqueeze(0),
+        use_cache=False,
+        attend=PackedAttend(cu_seqlens),
+    ).logits
+    cuts = cu_seqlens.to(device)
+    values = token_log_probs(
+        logits_1TV[0], next_token_labels(input_ids_T, cuts), temperature=temperature, entropy=entropy
+    )
+    log_probs_T, entropy_T = (None if value is None else rows_to_tokens(value, cuts) for value in values)
+    return log_probs_T, entropy_T
 
 
 @dataclass(frozen=True)

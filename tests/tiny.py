@@ -5,7 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 KINDS = ("llama", "llama_tied", "qwen2", "qwen3", "qwen3_tied")
 
@@ -48,3 +56,26 @@ def write_tiny_model(folder: Path | str, kind: str, seed: int = 0, **changes: ob
                 value.mul_(3.0)
     model.save_pretrained(folder)
     return Path(folder)
+
+
+def write_tiny_tokenizer(folder: Path | str) -> None:
+    """One token per printable ASCII character, a chat template, and ids that fit the tiny models."""
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<|user|>", "<|assistant|>"]
+    vocab = {token: index for index, token in enumerate(special + [chr(code) for code in range(32, 127)])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ '<|' ~ m['role'] ~ '|>' ~ m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    fast.save_pretrained(folder)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 
 from engines.device import get_device
 from engines.spec import RolloutEngineSpec, TrainEngineSpec
+from engines.transport.shm import Address
 from trainer import checkpoint, wiring
 from trainer.advantage import AdvantageOptions, find_estimator
-from trainer.cluster import Cluster, Pool, WorkerGroup
+from trainer.cluster import Cluster, Pool, WorkerGroup, wait
 from trainer.config import Config, Loaded, diff, save_config
 from trainer.consistency import ConsistencyLimits, ConsistencyMonitor
 from trainer.console import Console
@@ -40,3 +40,230 @@ IDENTITY = (
     "data.seed",
     "trainer.seed",
 )
+
+
+def build(loaded: Loaded) -> Trainer:
+    """Read data, prepare the run folder, start the cluster, and put the rooms together."""
+    config = loaded.config
+    settings = config.trainer
+    run_dir = Path(settings.default_local_dir)
+    resume_from = checkpoint.find(run_dir, settings.resume_mode, settings.resume_from_path)
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
+    encoder = PromptEncoder(tokenizer, dict(config.data.apply_chat_template_kwargs))
+    prompts, val_prompts = _prompts(config, encoder, "train"), _prompts(config, encoder, "val")
+    device = get_device(settings.device).kind
+    plan = _plan(config, len(prompts), wiring.eos_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id))
+
+    if resume_from is None:
+        set_aside(run_dir)
+    else:
+        check_identity(config, resume_from)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    save_config(loaded, run_dir)
+    write_report(run_dir, prompts, val_prompts)
+    resume_step = checkpoint.read_state(resume_from)["step"] if resume_from else 0
+    metrics = MetricLog(run_dir, tuple(settings.logger), resume_step)
+    console = Console(enabled="console" in settings.logger)
+
+    actor = wiring.actor_spec(config, device, plan.total_steps)
+    reference = wiring.reference_spec(config, device)
+    with console.phase("starting workers", {}, "start"):
+        rewards = _rewards(config)
+        cluster = Cluster(_processes(config), _worker_env(config), dict(config.ray_kwargs.ray_init.runtime_env))
+        try:
+            train, rollout, address = _start_workers(config, cluster, actor, reference, wiring.rollout_spec(config, device))
+        except BaseException:
+            rewards.close()
+            cluster.shutdown()
+            raise
+    rooms = Rooms(
+        prompts=prompts,
+        val_prompts=val_prompts,
+        encoder=encoder,
+        rewards=rewards,
+        cluster=cluster,
+        policy=Policy(train),
+        rollout=RolloutGroup(rollout, address),
+        monitor=ConsistencyMonitor(_consistency(config)),
+        console=console,
+        metrics=metrics,
+    )
+    return Trainer(config, plan, rooms, run_dir, resume_from)
+
+
+def set_aside(run_dir: Path) -> None:
+    """A fresh start never mixes with, or deletes, an earlier run's files: the old folder gets a number."""
+    if not (run_dir / "metrics.csv").exists() and not checkpoint.checkpoints(run_dir):
+        return
+    number = 1
+    while (aside := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
+        number += 1
+    run_dir.rename(aside)
+    log.warning("%s holds an earlier run and resume_mode does not continue it: moved to %s", run_dir, aside)
+
+
+def check_identity(config: Config, resume_from: Path) -> None:
+    """Print what differs from the run that wrote the checkpoint; refuse what would make it another experiment."""
+    allowed = set(config.trainer.resume_allow_changes)
+    refused = []
+    for key, old, new in diff(resume_from / "config" / "resolved.yaml", config):
+        if any(key == name or key.startswith(f"{name}.") for name in IDENTITY) and key not in allowed:
+            refused.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
+        else:
+            log.warning("resuming with another %s: %r -> %r", key, old, new)
+    if refused:
+        raise ValueError(
+            f"got a configuration that differs from the one of {resume_from}:\n" + "\n".join(refused) + "\n"
+            "expected the same model, data, lengths, n and seeds; "
+            "restore them, or name the keys in trainer.resume_allow_changes=[…], or start anew with resume_mode=disable"
+        )
+
+
+def _prompts(config: Config, encoder: PromptEncoder, part: str) -> PromptSource:
+    data = config.data
+    is_train = part == "train"
+    rows = load_rows(
+        list(data.train_files if is_train else data.val_files),
+        dataset_dir=data.dataset_dir,
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        domains=_domains(config),
+        custom_reward=config.reward.custom_reward_function.path is not None,
+        max_samples=data.train_max_samples if is_train else data.val_max_samples,
+        missing_id=data.missing_id,
+        duplicate_ids=data.duplicate_ids,
+        max_line_bytes=data.max_line_bytes,
+        max_reported_errors=data.max_reported_errors,
+    )
+    return PromptSource(
+        rows,
+        encoder,
+        batch_size=data.train_batch_size if is_train else 1,
+        shuffle=data.shuffle if is_train else data.validation_shuffle,
+        seed=data.seed if data.seed is not None else config.trainer.seed,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong=data.filter_overlong_prompts,
+    )
+
+
+def _domains(config: Config) -> dict[str, DomainSpec]:
+    return {
+        name: DomainSpec(
+            tags=tuple(domain.tag_included),
+            world_size=domain.world_size or 0,
+            timeout_s=domain.timeout_s,
+            score_map=tuple(domain.score_map),
+            options={"answer": domain.answer},
+        )
+        for name, domain in config.rewards.items()
+    }
+
+
+def _rewards(config: Config) -> RewardManager:
+    reward = config.reward
+    function = reward.custom_reward_function
+    custom = None
+    if function.path is not None:
+        custom = CustomSpec(
+            path=function.path,
+            name=function.name,
+            reward_kwargs=dict(function.reward_kwargs),
+            domains=tuple(function.domains) if function.domains is not None else None,
+            timeout_s=reward.timeout_s,
+        )
+    buffer = reward.reward_kwargs["overlong_buffer_cfg"]
+    overlong = OverlongSpec(**buffer, max_resp_len=reward.reward_kwargs["max_resp_len"]) if buffer["enable"] else None
+    return RewardManager(_domains(config), custom, num_workers=reward.num_workers, overlong=overlong)
+
+
+def _plan(config: Config, num_rows: int, eos: tuple[int, ...]) -> Plan:
+    actor = config.actor_rollout_ref.actor
+    find_estimator(config.algorithm.adv_estimator)  # a wrong name fails here, not after the first rollout
+    steps = config.trainer.total_training_steps
+    if steps is None:
+        steps = num_rows * config.trainer.total_epochs // config.data.train_batch_size
+    loss = LossOptions(
+        loss_mode=actor.policy_loss.loss_mode,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
+        use_kl_loss=actor.use_kl_loss,
+        kl_loss_coef=actor.kl_loss_coef,
+        kl_loss_type=actor.kl_loss_type,
+        entropy_coeff=actor.entropy_coeff,
+    )
+    return Plan(
+        total_steps=steps,
+        sampling=wiring.sampling(config, eos),
+        val_sampling=wiring.validation_sampling(config, eos),
+        score=wiring.old_log_prob_options(config),
+        score_reference=wiring.reference_options(config),
+        update=wiring.update_options(config),
+        advantage=AdvantageOptions(
+            norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
+            singleton="reward" if config.actor_rollout_ref.rollout.n == 1 else "zero",
+        ),
+        loss=PolicyLoss(loss),
+    )
+
+
+def _consistency(config: Config) -> ConsistencyLimits:
+    limits = config.trainer.consistency
+    return ConsistencyLimits(healthy_mean=limits.mean, patience=limits.patience, fail_mean=limits.fail_mean)
+
+
+def _rollout_replicas(config: Config) -> int:
+    rollout = config.actor_rollout_ref.rollout
+    if config.actor_rollout_ref.hybrid_engine:
+        devices = config.derived.world_size
+    else:
+        devices = rollout.nnodes * rollout.n_gpus_per_node
+    return devices // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
+
+
+def _processes(config: Config) -> int:
+    shared = config.actor_rollout_ref.hybrid_engine
+    return config.derived.world_size + (0 if shared else _rollout_replicas(config))
+
+
+def _worker_env(config: Config) -> dict[str, str]:
+    python_path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return {
+        "PYTHONPATH": python_path,
+        "TOKENIZERS_PARALLELISM": "false",
+        "LOCAL_WORLD_SIZE": str(config.trainer.n_gpus_per_node),
+        **{name: str(value) for name, value in config.trainer.env.items()},
+    }
+
+
+def _start_workers(
+    config: Config,
+    cluster: Cluster,
+    actor: TrainEngineSpec,
+    reference: TrainEngineSpec | None,
+    rollout_spec: RolloutEngineSpec,
+) -> tuple[WorkerGroup, WorkerGroup, Address]:
+    """Training ranks and rollout replicas, ready; and where the rollout side finds its weights."""
+    world, replicas = config.derived.world_size, _rollout_replicas(config)
+    resource = get_device(actor.device).ray_resource
+    sync = wiring.sync_spec(config)
+    train_place = cluster.place(Pool(world, resource))
+    # Colocated roles share the devices and take turns; separate ones own theirs.
+    shared = config.actor_rollout_ref.hybrid_engine
+    rollout_place = train_place if shared else cluster.place(Pool(replicas, resource))
+    share = 0.5 if shared else 1.0
+    threads = wiring.threads_per_process(world)
+    train = cluster.spawn(
+        "train", TrainWorker, train_place, [(rank, world, threads, actor, reference) for rank in range(world)], share
+    )
+    threads = wiring.threads_per_process(replicas)
+    rollout = cluster.spawn(
+        "rollout", RolloutWorker, rollout_place, [(index, threads, rollout_spec, sync) for index in range(replicas)], share
+    )
+    rendezvous = train.start("rendezvous").wait()[0]
+    wait(train.start("build", rendezvous), rollout.start("ready"))
+    addresses = train.call("open_sync", replicas, sync)
+    return train, rollout, next(address for address in addresses if address is not None)

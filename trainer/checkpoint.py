@@ -64,7 +64,10 @@ def problem(folder: Path) -> str | None:
     """Why the folder is no complete checkpoint; None if it is one."""
     if not (folder / "COMPLETE").exists():
         return "the COMPLETE marker is missing (the save was interrupted)"
-    manifest = json.loads((folder / "manifest.json").read_text())
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        return f"manifest.json cannot be read ({error})"
     for name, size in manifest.items():
         path = folder / name
         if not path.exists():

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 log = logging.getLogger(__name__)
@@ -54,19 +54,20 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(**options)
         self._groups: list[WorkerGroup] = []
-        self._placements: list[PlacementGroup] = []
 
-    def place(self, pool: Pool) -> PlacementGroup:
+    def place(self, pool: Pool, timeout_s: float = 60.0) -> PlacementGroup:
         """Reserve the pool's bundles; waits until they are free."""
         bundles = [{"CPU": 1.0} | ({pool.resource: 1.0} if pool.resource != "CPU" else {}) for _ in range(pool.count)]
         placement = placement_group(bundles, strategy="PACK")
-        if not placement.wait(timeout_seconds=60):
+        if not placement.wait(timeout_seconds=timeout_s):
             raise ValueError(
-                f"got no place for {pool.count} x {bundles[0]} within 60 s; expected free resources; "
+                f"got no place for {pool.count} x {bundles[0]} within {timeout_s:g} s; expected free resources; "
                 f"the cluster has {ray.available_resources()}: lower trainer.n_gpus_per_node or trainer.nnodes"
             )
-        self._placements.append(placement)
         return placement
+
+    def release(self, placement: PlacementGroup) -> None:
+        remove_placement_group(placement)
 
     def spawn(
         self, name: str, worker: type, placement: PlacementGroup, arguments: Sequence[tuple], share: float

@@ -6,6 +6,7 @@ of two implementations, or a fault.
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 
@@ -94,14 +95,15 @@ class ConsistencyMonitor:
         mean, log_mean = metrics[f"{DIFF}_mean"].value, metrics[f"{LOG_DIFF}_mean"].value
         limits = self.limits
         warnings = self._stale_weights(step, mean, log_mean)
-        self.steps_above = self.steps_above + 1 if mean > limits.healthy_mean else 0
+        self.steps_above = 0 if mean <= limits.healthy_mean else self.steps_above + 1  # nan counts as above
         if self.steps_above and self.steps_above % limits.patience == 0:
             warnings.append(
                 f"step {step}: mean probability difference between trainer and rollout {mean:.4g}, for "
                 f"{self.steps_above} steps above the healthy {limits.healthy_mean:g}; {CAUSES}; "
                 "watch actor/grad_norm along with it: a falling or flat trend is expected"
             )
-        self.recent_means = [*self.recent_means, mean][-HISTORY:]
+        if math.isfinite(mean):
+            self.recent_means = [*self.recent_means, mean][-HISTORY:]
         if limits.fail_mean is not None and not mean <= limits.fail_mean:
             raise ConsistencyError(
                 f"step {step}: got a mean probability difference between trainer and rollout of {mean:.4g}; expected "
@@ -114,7 +116,8 @@ class ConsistencyMonitor:
         if len(self.recent_means) >= MIN_HISTORY:
             median = statistics.median(self.recent_means)
             if mean > max(self.limits.jump * median, NOISE_FLOOR):
-                reasons.append(f"the mean probability difference {mean:.4g} is {mean / median:.1f}x its running median")
+                multiple = f"{self.limits.jump:g}x its running median {median:.4g}"
+                reasons.append(f"the mean probability difference {mean:.4g} is above {multiple}")
         if log_mean > self.limits.log_mean:
             reasons.append(f"the mean log-prob difference {log_mean:.4g} is above {self.limits.log_mean:g}")
         return [f"step {step}: stale or wrong rollout weights? " + " and ".join(reasons)] if reasons else []

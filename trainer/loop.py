@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ from trainer.prompts import PromptEncoder, PromptItem, PromptSource
 from trainer.reward import RewardManager, RewardResult
 from trainer.rollout import RolloutGroup
 from trainer.step_metrics import response_metrics, step_performance
-from trainer.validation import ValRecord, sample_table, summarise, write_samples
+from trainer.validation import sample_table, summarise, write_samples
+from trainer.val_record import val_record
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +189,7 @@ class Trainer:
         """Training ranks -> rollout replicas; both ends verify and stamp version `global_step`."""
         with self._phase("weight sync", "update_weights"):
             push = self.policy.group.start("push_weights", self.global_step)
-            pull = self.rollout.group.start("pull_weights", self.address, self.global_step)
+            pull = self.rollout.group.start("pull_weights", self.rollout.address, self.global_step)
             cluster.wait(push, pull)
 
     # --- around the loop --------------------------------------------------------------------------------------
@@ -215,7 +217,7 @@ class Trainer:
         }
 
         def write(folder: Path) -> None:
-            copy_config(self.run_dir, folder)
+            shutil.copytree(self.run_dir / "config", folder / "config")
             self.policy.save(folder / "actor")
             if "hf_model" in contents:
                 self.policy.export_hf(folder / "hf_model", self.config.actor_rollout_ref.model.path)

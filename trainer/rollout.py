@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engines.base import Prompt, Sample, SamplingParams
+from engines.transport.shm import Address
 from trainer.cluster import WorkerGroup
 
 
 class RolloutGroup:
-    """The rollout replicas seen as one engine."""
+    """The rollout replicas seen as one engine. `address` is where they fetch weights."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, address: Address) -> None:
         self.group = group
+        self.address = address
 
     def generate(self, prompts: list[Prompt], sampling: SamplingParams, version: int) -> Iterator[Sample]:
         """n samples per prompt in order of completion. A sample made with other weights than `version` is an

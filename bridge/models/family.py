@@ -30,11 +30,15 @@ class Family:
             )
         missing = [name for name in REQUIRED if name not in config]
         if missing:
-            raise ValueError(f"got a config.json without {missing}; expected them all; use the model's full config.json")
+            raise ValueError(
+                f"got a config.json without {missing}; expected them all; use the model's full config.json"
+            )
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"got hidden_act {config['hidden_act']!r}; expected 'silu'; choose another model")
         if config.get("quantization_config") is not None:
-            raise ValueError("got a quantization_config; expected bf16, fp16 or fp32 weights; dequantise the checkpoint")
+            raise ValueError(
+                "got a quantization_config; expected bf16, fp16 or fp32 weights; dequantise the checkpoint"
+            )
         for flag, values in self.refused.items():
             if config.get(flag) in values:
                 raise ValueError(

@@ -19,8 +19,7 @@ from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
 from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import build_mesh, reshard, shard, units
 from engines.fsdp.weights import full_tensors, load_shards
-from engines.hf_model import PackedAttend, build_on_meta, dtype_of, initialize_buffers
-from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
+from engines.hf_model import build_on_meta, dtype_of, initialize_buffers, packed_log_probs
 from engines.metric import Metric, Metrics, merge
 from engines.microbatch import split
 from engines.spec import FsdpSpec, TrainEngineSpec
@@ -121,23 +120,11 @@ class FsdpEngine(TrainEngine):
 
     def _forward(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
         """Log-probs (and entropy) of one packed micro-batch, on the compute device."""
-        input_ids_T, cu_seqlens = batch.input_ids.to(self.device), batch.cu_seqlens.cpu()
-        logits_1TV = self.model(
-            input_ids=input_ids_T.unsqueeze(0),
-            position_ids=batch.position_ids.to(self.device).unsqueeze(0),
-            use_cache=False,
-            attend=PackedAttend(cu_seqlens),
-        ).logits
-        cuts = cu_seqlens.to(self.device)
-        log_probs_T, entropy_T = token_log_probs(
-            logits_1TV[0],
-            next_token_labels(input_ids_T, cuts),
-            temperature=options.temperature,
-            entropy=options.entropy or options.entropy_grad,
-        )
-        if entropy_T is not None:
-            entropy_T = rows_to_tokens(entropy_T if options.entropy_grad else entropy_T.detach(), cuts)
-        return PolicyOutput(rows_to_tokens(log_probs_T, cuts), entropy_T)
+        wanted = options.entropy or options.entropy_grad
+        log_probs_T, entropy_T = packed_log_probs(self.model, batch, self.device, options.temperature, wanted)
+        if entropy_T is not None and not options.entropy_grad:
+            entropy_T = entropy_T.detach()
+        return PolicyOutput(log_probs_T, entropy_T)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return full_tensors(self.model, self.compute_dtype, self._shard_group, emit=self.is_weight_source)

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from engines.megatron import quiet
 from engines.megatron.layers.spec import block_spec
 from engines.megatron.rope import inverse_frequencies, rope_base
 from engines.spec import MegatronSpec, ModelSpec
@@ -111,9 +114,10 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
         # With one rank there is nothing to split; Megatron refuses the combination.
         sequence_parallel=backend.sequence_parallel and backend.tensor_model_parallel_size > 1,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # checked in dense models too: the default wants fixed lengths
         # Gradients are sums: losses arrive already divided by global denominators.
         calculate_per_token_loss=True,
-        # load() writes every parameter.
+        # load() writes every parameter; drawing values would build each full matrix on every rank.
         perform_initialization=False,
         use_cpu_initialization=device == "cpu",
         bias_activation_fusion=False,
@@ -125,7 +129,8 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
     )
     if model.gradient_checkpointing:
         fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return TransformerConfig(**{**fields, **overrides})
+    with quiet():
+        return TransformerConfig(**{**fields, **overrides})
 
 
 def head_size(hf: dict[str, Any]) -> int:
@@ -154,7 +159,19 @@ def _build_chunk(config: TransformerConfig, hf: dict[str, Any], backend: Megatro
     # Megatron's own llama3 scaling is fixed to one original length: give it the exact frequencies.
     device = chunk.rotary_pos_emb.inv_freq.device
     chunk.rotary_pos_emb.inv_freq = inverse_frequencies(hf, head_size(hf)).to(device)
+    _mark_split_parameters(chunk)
     return chunk
+
+
+def _mark_split_parameters(chunk: GPTModel) -> None:
+    """Say which weights are cut over tensor-parallel ranks, so that the gradient norm counts each element once.
+
+    Megatron sets these marks while it draws initial values, which we skip (perform_initialization).
+    """
+    dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+    for module in chunk.modules():
+        if type(module) in dims and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, dims[type(module)], 1)
 
 
 def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from engines.spec import MegatronSpec, OptimSpec
 
@@ -50,7 +50,8 @@ def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimSpec, bac
     for group in optimizer.param_groups:
         # Megatron leaves this to its own learning-rate scheduler, which we do not use.
         group["weight_decay"] = optim.weight_decay * group["wd_mult"]
-        if "fused" in group:  # torch's AdamW; several times faster than its loop, on every device
+        # torch's AdamW (where Apex or TE would have their own): one kernel instead of a loop over tensors.
+        if "fused" in group and group["params"] and group["params"][0].device.type in ("cpu", "cuda"):
             group["fused"] = True
     return optimizer
 
@@ -62,14 +63,14 @@ def zero_grad(chunks: list[DistributedDataParallel], optimizer: MegatronOptimize
 
 
 @torch.no_grad()
-def step(optimizer: MegatronOptimizer, optim: OptimSpec, lr: float, loss_is_finite: bool) -> tuple[float, bool]:
+def step(optimizer: MegatronOptimizer, optim: OptimSpec, lr: float, loss_is_finite: Tensor) -> tuple[float, bool]:
     """Clip and apply, unless any rank saw a non-finite loss or norm. Returns (norm before clipping, applied).
 
-    The norm is that of the whole model: each element counts once under TP, PP, tied embeddings and DP.
+    loss_is_finite  bool scalar of this rank, on the compute device. The norm is that of the whole model: each element counts once under TP, PP, tied embeddings and DP.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if not _everywhere(loss_is_finite and math.isfinite(norm)):
+    if not _everywhere(loss_is_finite & math.isfinite(norm)):
         return norm, False
     coefficient = optim.clip_grad / (norm + 1e-6) if optim.clip_grad > 0 else 1.0
     if coefficient < 1.0:
@@ -81,9 +82,26 @@ def step(optimizer: MegatronOptimizer, optim: OptimSpec, lr: float, loss_is_fini
     return norm, True
 
 
-def _everywhere(verdict: bool) -> bool:
+def _everywhere(verdict: Tensor) -> bool:
     """True when every rank of the job says so."""
-    device = "cpu" if "gloo" in dist.get_backend() or not torch.cuda.is_available() else torch.cuda.current_device()
-    flag = torch.tensor(float(verdict), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
+    verdict = verdict.float()
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return bool(verdict)
+
+
+def grad_buffers(chunks: list[DistributedDataParallel]) -> list[Tensor]:
+    """The contiguous gradient buffers behind all `main_grad` views."""
+    return [buffer.grad_data for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+
+
+def state_tensors(optimizer: MegatronOptimizer, models: list[nn.Module]) -> list[Tensor]:
+    """Main weights and Adam moments, without what shares its memory with the model's own parameters."""
+    own = {p.untyped_storage().data_ptr() for model in models for p in model.parameters()}
+    tensors = [
+        tensor
+        for inner in optimizer.chained_optimizers
+        for group in inner.optimizer.param_groups
+        for p in group["params"]
+        for tensor in [p.detach(), *inner.optimizer.state[p].values()]
+    ]
+    return [t for t in tensors if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in own]

@@ -163,15 +163,23 @@ def _schema_problem(schema: Any, prompt_key: str, reward_fn_key: str, custom_rew
     import pyarrow.types as types
 
     nested = {
-        field.name: [field.type.field(i).name for i in range(field.type.num_fields)] if types.is_struct(field.type) else []
+        field.name: [field.type.field(i).name for i in range(field.type.num_fields)]
+        if types.is_struct(field.type)
+        else []
         for field in schema
     }
     names = set(nested)
-    gold = "ground_truth" in nested.get("reward_model", []) or names & {"ground_truth", "test_cases", "instruction_id_list"}
+    gold = "ground_truth" in nested.get("reward_model", []) or names & {
+        "ground_truth",
+        "test_cases",
+        "instruction_id_list",
+    }
     if not (names & {reward_fn_key, "tag"} and names & {prompt_key, "messages"} and (gold or custom_reward)):
         found = [f"{name}.{child}" for name in nested for child in nested[name]] + [n for n in nested if not nested[n]]
         expected = f"{reward_fn_key}, {prompt_key}, reward_model.ground_truth"
-        return FieldProblem("D26", None, f"columns {', '.join(sorted(found))}", expected, "Rename, or set data.prompt_key")
+        return FieldProblem(
+            "D26", None, f"columns {', '.join(sorted(found))}", expected, "Rename, or set data.prompt_key"
+        )
     column = "messages" if "messages" in names else prompt_key
     dtype = schema.field(column).type
     text = types.is_string(dtype) or types.is_large_string(dtype) or types.is_null(dtype)

@@ -134,7 +134,9 @@ class DomainLookup:
         near = difflib.get_close_matches(got.lower(), lowered, n=1)
         hint = f" (nearest: {lowered[near[0]]})" if near else ""
         expected = f"one of {', '.join(choices)}{hint}"
-        return FieldProblem("D11", name, f"'{got}'", expected, f"Fix the {name} or add it to rewards.<domain>.tag_included")
+        return FieldProblem(
+            "D11", name, f"'{got}'", expected, f"Fix the {name} or add it to rewards.<domain>.tag_included"
+        )
 
 
 @dataclass

@@ -1,0 +1,230 @@
+"""The Megatron-Core training engine: TP with sequence parallelism, PP, DP, on packed sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from bridge import Bridge, Groups, Layout
+from engines.base import ForwardOptions, LossFn, TrainEngine
+from engines.batch import Denominators, PolicyOutput, TrainBatch
+from engines.device import get_device
+from engines.megatron import build, checkpoint, cpu, optimizer, parallel
+from engines.megatron.forward import MicroBatch, PackedInput, pack, run_chunk, score
+from engines.megatron.offload import HostCopy
+from engines.metric import Metric, Metrics, merge
+from engines.microbatch import split
+from engines.spec import MegatronSpec, TrainEngineSpec
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronEngine(TrainEngine):
+    """One rank of a Megatron-Core model. Global rank 0 hands out the weights."""
+
+    def __init__(self, spec: TrainEngineSpec) -> None:
+        assert isinstance(spec.backend, MegatronSpec), f"expected a MegatronSpec, got {type(spec.backend).__name__}"
+        self.spec = spec
+        self.backend: MegatronSpec = spec.backend
+        self.hf = build.read_hf_config(spec.model)
+        if spec.device == "cpu":
+            cpu.adapt()
+        random.seed(spec.seed), np.random.seed(spec.seed), torch.manual_seed(spec.seed)
+        parallel.initialise(spec)
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.dp_size = parallel_state.get_data_parallel_world_size()
+        self.is_output_rank = parallel.is_output_rank()
+        self.is_weight_source = dist.get_rank() == 0
+        self.config = build.transformer_config(self.hf, spec.model, self.backend, spec.device)
+        with cpu.construction() if spec.device == "cpu" else contextlib.nullcontext():
+            self._build()
+        self._bridge = self._build_bridge()
+        self._host_copies = {"param": HostCopy(), "grad": HostCopy(keep=False), "optimizer": HostCopy()}
+
+    def _build(self) -> None:
+        """Bare chunks for names and weights, wrapped ones to run, and the optimizer if asked for."""
+        self.models = build.build_chunks(self.config, self.hf, self.backend)
+        if self.spec.optim is None:
+            for model in self.models:
+                model.requires_grad_(False)
+            self.chunks: list[nn.Module] = list(self.models)
+            self.optimizer = None
+            return
+        self.chunks = optimizer.wrap(self.config, self.models, self.backend)
+        self.optimizer = optimizer.build_optimizer(self.chunks, self.spec.optim, self.backend)
+        # Gradients are sums already: finalize must not divide them by a token count.
+        self.config.finalize_model_grads_func = lambda chunks, num_tokens, **kwargs: finalize_model_grads(
+            chunks, None, **kwargs
+        )
+
+    def _build_bridge(self) -> Bridge:
+        tp, pp = self.backend.tensor_model_parallel_size, self.backend.pipeline_model_parallel_size
+        stages = self.backend.virtual_pipeline_model_parallel_size
+        layout = Layout(
+            tp=tp,
+            pp=pp,
+            vpp=stages or 1,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        )
+        groups = Groups(
+            tp=parallel_state.get_tensor_model_parallel_group() if tp > 1 else None,
+            pp=parallel_state.get_pipeline_model_parallel_group() if pp > 1 else None,
+        )
+        offsets = [
+            get_transformer_layer_offset(self.config, vp_stage=stage) for stage in (range(stages) if stages else [None])
+        ]
+        return Bridge(self.hf, self.models, layout=layout, groups=groups, layer_offsets=offsets)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        module = get_device(self.spec.device).module
+        return torch.device("cpu") if module is None else torch.device(self.spec.device, module.current_device())
+
+    def load(self, hf_path: str | Path) -> None:
+        self._bridge.load(hf_path)
+        if self.optimizer is not None:
+            # Otherwise the first step would bring back the main weights of the empty model.
+            self.optimizer.reload_model_params()
+
+    def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
+        for chunk in self.chunks:
+            chunk.eval()
+        micro_batches = self._micro_batches(batch, options)
+
+        def collect(inputs: PackedInput, logits_1PV: Tensor, non_loss_data: bool) -> PolicyOutput:
+            return score(logits_1PV, inputs, options, self.hf["vocab_size"])
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, lambda micro: collect, forward_only=True)
+        log_probs_T = torch.zeros(batch.num_tokens)
+        entropy_T = torch.zeros(batch.num_tokens) if options.entropy else None
+        for micro, output in zip(micro_batches, outputs, strict=False):  # outputs exist on the last stage only
+            _put_back(batch, micro, log_probs_T, output.log_probs)
+            if entropy_T is not None:
+                _put_back(batch, micro, entropy_T, output.entropy)
+        return PolicyOutput(log_probs_T, entropy_T)
+
+    def update(
+        self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
+    ) -> Metrics:
+        assert self.optimizer is not None, "this engine was built without an optimizer (reference model)"
+        for chunk in self.chunks:
+            chunk.train()
+        optimizer.zero_grad(self.chunks, self.optimizer)
+        micro_batches = self._micro_batches(batch, options)
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        parts: list[Metrics] = []
+
+        def evaluate(micro: MicroBatch, inputs: PackedInput, logits_1PV: Tensor) -> tuple[Tensor, Tensor, None]:
+            value, metrics = loss(score(logits_1PV, inputs, options, self.hf["vocab_size"]), inputs.batch, denominators)
+            finite.logical_and_(torch.isfinite(value.detach()))
+            if micro.rows:
+                parts.append(metrics)
+            return value, torch.ones((), dtype=torch.int, device=value.device), None
+
+        self._run(micro_batches, lambda micro: partial(evaluate, micro), forward_only=False)
+        lr = self.spec.optim.schedule.at(step)
+        norm, applied = optimizer.step(self.optimizer, self.spec.optim, lr, finite)
+        if not applied:
+            logger.warning("gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm)
+        own = {
+            "actor/grad_norm": Metric("mean", norm),
+            "actor/lr": Metric("last", lr),
+            # A count is summed over ranks, and the verdict is the same on all: one DP share reports it.
+            "actor/nonfinite_grad_steps": Metric("count", float(not applied and self.dp_rank == 0)),
+        }
+        return merge(parts) | own
+
+    def _micro_batches(self, batch: TrainBatch, options: ForwardOptions) -> list[MicroBatch]:
+        """The same number on every DP rank; with virtual stages a multiple of the pipeline size, as the
+        interleaved schedule demands."""
+        parts = split(batch, options, parallel_state.get_data_parallel_group())
+        if self.backend.virtual_pipeline_model_parallel_size:
+            missing = -len(parts) % self.backend.pipeline_model_parallel_size
+            parts += [([], batch.select([0]).masked())] * missing
+        return [MicroBatch(rows, part) for rows, part in parts]
+
+    def _run(
+        self, micro_batches: list[MicroBatch], on_logits: Callable[[MicroBatch], Callable], forward_only: bool
+    ) -> list[Any]:
+        """Drive the pipeline schedule. `on_logits(micro)` gives what is called with (packed input, logits) on
+        the last stage; its results come back in the order of the micro-batches, and nothing elsewhere."""
+        multiple = self.backend.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
+        def forward_step(work: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable]:
+            micro = next(work)
+            inputs = pack(micro.batch, multiple, self.device)
+            return run_chunk(chunk, inputs), partial(on_logits(micro), inputs)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(micro_batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=max(micro.batch.num_tokens for micro in micro_batches),  # a hint; shapes are exchanged
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.dp_rank == 0:  # the other replicas hold the same weights
+            yield from self._bridge.hf_weights(source_only=True)
+
+    def save(self, directory: Path) -> None:
+        checkpoint.save(directory, self._layout(), self.models, self.optimizer)
+
+    def restore(self, directory: Path) -> None:
+        checkpoint.restore(directory, self._layout(), self.models, self.optimizer)
+
+    def _layout(self) -> dict[str, Any]:
+        return {
+            "engine": "megatron",
+            "ranks": dist.get_world_size(),
+            **parallel.sizes(self.backend),
+            "dtype": self.backend.dtype,
+            "use_distributed_optimizer": self.backend.use_distributed_optimizer,
+            "optimizer": self.optimizer is not None,
+            "model_type": self.hf["model_type"],
+            "parameters": sum(p.numel() for model in self.models for p in model.parameters()),
+        }
+
+    def offload(self) -> None:
+        if self.backend.param_offload:
+            self._host_copies["param"].offload(p for model in self.models for p in model.parameters())
+        if self.optimizer is not None and self.backend.grad_offload:
+            self._host_copies["grad"].offload(optimizer.grad_buffers(self.chunks))
+        if self.optimizer is not None and self.backend.optimizer_offload:
+            self._host_copies["optimizer"].offload(optimizer.state_tensors(self.optimizer, self.models))
+        get_device(self.spec.device).empty_cache()
+
+    def onload(self) -> None:
+        for copy in self._host_copies.values():
+            copy.onload()
+
+    def close(self) -> None:
+        self.models, self.chunks, self.optimizer, self._bridge = [], [], None, None
+        get_device(self.spec.device).empty_cache()
+
+
+def _put_back(batch: TrainBatch, micro: MicroBatch, target_T: Tensor, values_T: Tensor) -> None:
+    """Copy a micro-batch's values to the places of its sequences in the whole batch; a filler has none."""
+    targets = batch.rows(target_T)
+    for row, value in zip(micro.rows, micro.batch.rows(values_T.cpu()), strict=False):
+        targets[row].copy_(value)
