@@ -68,6 +68,31 @@ def pack(items: list[tuple[int, list[Shard]]], limit: int) -> list[Bucket]:
     return buckets
 
 
+@dataclass(frozen=True)
+class Route:
+    """What a rank does with a bucket: its own shards or another stage's, sent over the pipeline or not,
+    wanted here or not; and where each shard lies in the send buffer, the cut ones first."""
+
+    shards: list[Shard]
+    mine: bool
+    travels: bool
+    wanted: bool
+    offsets: list[int]
+    cut_bytes: int
+    all_bytes: int
+
+    @property
+    def send_bytes(self) -> int:
+        """Copies need no buffer unless another stage wants them."""
+        if not (self.travels or self.wanted):
+            return 0
+        return self.all_bytes if self.travels else self.cut_bytes
+
+    @property
+    def gathers(self) -> bool:
+        return self.wanted and self.cut_bytes > 0
+
+
 class Gatherer:
     """Runs buckets through two sets of buffers in turn, one bucket ahead of its consumer.
 
@@ -76,17 +101,24 @@ class Gatherer:
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device, everywhere: bool) -> None:
         self._layout, self._groups, self._device, self._everywhere = layout, groups, device, everywhere
-        self._buffers: dict[str, Tensor] = {}
 
     def run(self, buckets: list[Bucket], live_of: Callable[[int], list[Tensor]]) -> Iterator[list[list[list[Tensor]]]]:
         """For each bucket: item -> shard -> its parts. `live_of(b)` gives the local shards of an own bucket b.
 
-        Parts are views of live tensors or of a buffer, valid until the next bucket is asked for. Closing the
-        iterator early first finishes the collectives, so that no other rank waits for this one.
+        Parts are views of live tensors or of a buffer, valid until the next bucket is asked for; [] for a shard
+        that is not wanted here. Closing the iterator early first finishes the collectives, so that no other
+        rank waits for this one.
         """
+        routes = [self._route(bucket) for bucket in buckets]
+        sending = max((route.send_bytes for route in routes), default=0)
+        gathering = max((self._layout.tp * route.cut_bytes for route in routes if route.gathers), default=0)
+        slots = [(self._empty(sending), self._empty(gathering)) for _ in buckets[:2]]
 
         def start(number: int) -> Callable[[], list[list[Tensor]]] | None:
-            return self._start(buckets[number], number, live_of) if number < len(buckets) else None
+            if number == len(buckets):
+                return None
+            live = [tensor.detach() for tensor in live_of(number)] if routes[number].mine else []
+            return self._start(routes[number], live, buckets[number].owner, *slots[number % 2])
 
         finish = start(0)
         for number, bucket in enumerate(buckets):
@@ -100,69 +132,56 @@ class Gatherer:
                     finish = start(later)
                 raise
 
+    def _route(self, bucket: Bucket) -> Route:
+        shards = bucket.shards
+        offsets, position, cut_bytes = [0] * len(shards), 0, 0
+        for index in sorted(range(len(shards)), key=lambda index: shards[index].parts == 1):
+            offsets[index], position = position, position + shards[index].slot_bytes
+            cut_bytes = position if shards[index].parts > 1 else cut_bytes
+        return Route(
+            shards=shards,
+            mine=bucket.owner == self._layout.pp_rank,
+            travels=self._layout.pp > 1 and (self._everywhere or bucket.owner != 0),
+            wanted=self._everywhere or self._layout.pp_rank == 0,
+            offsets=offsets,
+            cut_bytes=cut_bytes,
+            all_bytes=position,
+        )
+
     def _start(
-        self, bucket: Bucket, number: int, live_of: Callable[[int], list[Tensor]]
+        self, route: Route, live: list[Tensor], owner: int, send: Tensor, received: Tensor
     ) -> Callable[[], list[list[Tensor]]]:
         """Launch the collectives of a bucket; the returned function waits and gives the parts of each shard."""
-        layout, mine = self._layout, bucket.owner == self._layout.pp_rank
-        shards = bucket.shards
-        live = [tensor.detach() for tensor in live_of(number)] if mine else []
-        travels = layout.pp > 1 and (self._everywhere or bucket.owner != 0)
-        receives = self._everywhere or layout.pp_rank == 0
-        offsets, cut_bytes, all_bytes = _place(shards)
-        send_bytes = all_bytes if travels else cut_bytes
-        if not (travels or receives):
-            return lambda: [[] for _ in shards]
-        if not send_bytes:  # copies that are already here
-            return lambda: [[tensor] for tensor in live]
-
-        send = self._buffer(f"send{number % 2}", send_bytes)
-        for index, tensor in enumerate(live):
-            if offsets[index] < send_bytes:
-                _view(send, offsets[index], shards[index]).copy_(tensor)
-        work = None
-        if travels:
-            owner = dist.get_global_rank(self._groups.pp, bucket.owner)
-            work = dist.broadcast(send, owner, group=self._groups.pp, async_op=True)
-        received = send.unsqueeze(0)
-        if cut_bytes and receives:
+        send, work = send[: route.send_bytes], None
+        for shard, offset, tensor in zip(route.shards, route.offsets, live, strict=route.mine):
+            if offset < route.send_bytes:
+                _view(send, offset, shard).copy_(tensor)
+        if route.travels:
+            source = dist.get_global_rank(self._groups.pp, owner)
+            work = dist.broadcast(send, source, group=self._groups.pp, async_op=True)
+        if route.gathers:
             if work is not None:
                 work.wait()
-            received = self._buffer(f"received{number % 2}", layout.tp * cut_bytes).view(layout.tp, cut_bytes)
-            work = all_gather(received.view(-1), send[:cut_bytes], group=self._groups.tp, async_op=True)
+            received = received[: self._layout.tp * route.cut_bytes]
+            work = all_gather(received, send[: route.cut_bytes], group=self._groups.tp, async_op=True)
+
+        def parts_of(index: int) -> list[Tensor]:
+            shard, offset = route.shards[index], route.offsets[index]
+            if not route.wanted:
+                return []
+            if shard.parts > 1:
+                return [_view(received, part * route.cut_bytes + offset, shard) for part in range(shard.parts)]
+            return [live[index] if route.mine else _view(send, offset, shard)]
 
         def finish() -> list[list[Tensor]]:
             if work is not None:
                 work.wait()
-            if not receives:
-                return [[] for _ in shards]
-            parts = []
-            for index, (shard, offset) in enumerate(zip(shards, offsets, strict=True)):
-                if shard.parts > 1:
-                    parts.append([_view(received[part], offset, shard) for part in range(shard.parts)])
-                else:
-                    parts.append([live[index] if mine else _view(send, offset, shard)])
-            return parts
+            return [parts_of(index) for index in range(len(route.shards))]
 
         return finish
 
-    def _buffer(self, name: str, size: int) -> Tensor:
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._buffers[name][:size]
-
-
-def _place(shards: list[Shard]) -> tuple[list[int], int, int]:
-    """Offset of each shard in the send buffer, bytes of the cut ones (they come first), bytes of all."""
-    offsets, position = [0] * len(shards), 0
-    cut = [index for index, shard in enumerate(shards) if shard.parts > 1]
-    copies = [index for index, shard in enumerate(shards) if shard.parts == 1]
-    for index in cut:
-        offsets[index], position = position, position + shards[index].slot_bytes
-    cut_bytes = position
-    for index in copies:
-        offsets[index], position = position, position + shards[index].slot_bytes
-    return offsets, cut_bytes, position
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
 def _view(buffer: Tensor, offset: int, shard: Shard) -> Tensor:

@@ -80,9 +80,9 @@ def mini_batches(n_prompts: int, n: int, mini_batch_size: int, shuffle_seed: int
 def balance(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     """Rows of each rank: the same number of samples (one more or less if B is no multiple), about equal tokens.
 
-    Sorted lengths are cut into blocks of `dp_size`; block by block, widest spread first, the longest goes to
-    the rank with the fewest tokens, so the loads differ by at most the widest spread of a block. Then samples
-    are swapped between the fullest and the emptiest rank for as long as that narrows their gap.
+    Lengths in falling order are cut into blocks of `dp_size`; in each block the longest goes to the rank with
+    the fewest tokens, so the loads differ by at most the widest spread within a block. Then samples are
+    swapped between the fullest and the emptiest rank for as long as that narrows their gap.
     """
     if len(lengths) < dp_size:
         raise ValueError(
@@ -91,15 +91,11 @@ def balance(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
             "or use fewer ranks"
         )
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    blocks = [order[start : start + dp_size] for start in range(0, len(order), dp_size)]
-
-    def spread(block: list[int]) -> int:
-        return lengths[block[0]] - (lengths[block[-1]] if len(block) == dp_size else 0)
-
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     loads = [0] * dp_size
-    for block in sorted(blocks, key=spread, reverse=True):
-        for rank, row in zip(sorted(range(dp_size), key=lambda r: (loads[r], r)), block, strict=False):
+    for start in range(0, len(order), dp_size):
+        ranks = sorted(range(dp_size), key=lambda rank: (loads[rank], rank))
+        for rank, row in zip(ranks, order[start : start + dp_size], strict=False):  # the last block may be short
             partitions[rank].append(row)
             loads[rank] += lengths[row]
     _swap(partitions, loads, lengths)

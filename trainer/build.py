@@ -52,7 +52,8 @@ def build(loaded: Loaded) -> Trainer:
     encoder = PromptEncoder(tokenizer, dict(config.data.apply_chat_template_kwargs))
     prompts, val_prompts = _prompts(config, encoder, "train"), _prompts(config, encoder, "val")
     device = get_device(settings.device).kind
-    plan = _plan(config, len(prompts), wiring.eos_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id))
+    eos = wiring.eos_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id)
+    plan = _plan(config, prompts, eos)
 
     if resume_from is None:
         set_aside(run_dir)
@@ -177,12 +178,12 @@ def _rewards(config: Config) -> RewardManager:
     return RewardManager(_domains(config), custom, num_workers=reward.num_workers, overlong=overlong)
 
 
-def _plan(config: Config, num_rows: int, eos: tuple[int, ...]) -> Plan:
+def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
     actor = config.actor_rollout_ref.actor
     find_estimator(config.algorithm.adv_estimator)  # a wrong name fails here, not after the first rollout
     steps = config.trainer.total_training_steps
     if steps is None:
-        steps = num_rows * config.trainer.total_epochs // config.data.train_batch_size
+        steps = prompts.batches_in(config.trainer.total_epochs)
     loss = LossOptions(
         loss_mode=actor.policy_loss.loss_mode,
         clip_ratio_low=actor.clip_ratio_low,

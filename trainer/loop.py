@@ -32,8 +32,7 @@ from trainer.prompts import PromptEncoder, PromptItem, PromptSource
 from trainer.reward import RewardManager, RewardResult
 from trainer.rollout import RolloutGroup
 from trainer.step_metrics import response_metrics, step_performance
-from trainer.validation import sample_table, summarise, write_samples
-from trainer.val_record import val_record
+from trainer.validation import ValRecord, sample_table, summarise, write_samples
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ class Trainer:
             self.global_step += 1
             self.sync_weights()  # 6 weight sync
         self._dump(batch, scored)
-        return self._row(metrics | response_metrics(scored), batch.num_tokens)
+        return self._row(metrics | response_metrics(scored), batch.num_tokens) | self.rewards.take_metrics()
 
     # --- the rooms --------------------------------------------------------------------------------------------
 
@@ -133,16 +132,20 @@ class Trainer:
         name = "validation" if validation else "rollout"
         with self._phase(name, "testing" if validation else "gen", len(items) * sampling.n) as advance:
             for sample in self.rollout.generate(prompts, sampling, self.global_step):
-                text = self.encoder.decode(sample.response_ids)
-                future = self.rewards.submit(text, by_uid[sample.uid].row, response_length=len(sample.response_ids))
+                text, item = self.encoder.decode(sample.response_ids), by_uid[sample.uid]
+                future = self.rewards.submit(
+                    text, item.row, response_length=len(sample.response_ids), think_open=item.think_open
+                )
                 pending[sample.uid, sample.index] = (sample, text, future)
                 advance()
         with self._phase("reward", "testing" if validation else "reward"):
-            return [
+            scored = [
                 Scored(item, sample, text, future.result())
                 for item in items
                 for sample, text, future in (pending[item.uid, index] for index in range(sampling.n))
             ]
+        self._check_failed(scored)
+        return scored
 
     def score_log_probs(self, scored: list[Scored]) -> tuple[TrainBatch, Metrics]:
         """Pack the samples and add log-probs of the training engine (and the reference)."""
@@ -238,10 +241,22 @@ class Trainer:
         with self._phase("restore", "restore"):
             self.policy.restore(self.resume_from / "actor")
         self.global_step = state["step"]
-        self.prompts.load_state_dict(state["cursor"])
+        self.prompts.load_state_dict(state["cursor"], allow_changed_files=self.config.data.allow_changed_files)
         self.monitor.load_state_dict(state["monitor"])
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         self.console.say(f"resumed from {self.resume_from}: next is step {self.global_step + 1}")
+
+    def _check_failed(self, scored: list[Scored]) -> None:
+        """A few answers that cannot be scored are left out; many mean that scoring is broken."""
+        failed = [each for each in scored if each.result.failed]
+        limit = self.config.reward.max_failed_frac
+        if len(failed) > limit * len(scored):
+            last = failed[-1]
+            raise RuntimeError(
+                f"got {len(failed)} of {len(scored)} answers that could not be scored; expected at most "
+                f"reward.max_failed_frac={limit:g}; the last one, {last.item.uid}: {last.result.reason} "
+                f"{dict(last.result.extra)}; mend the scorer or raise the limit"
+            )
 
     def _check_finite(self, metrics: Metrics) -> None:
         """Stop after too many steps in a row without a finite gradient."""
@@ -298,3 +313,23 @@ class Trainer:
         newest = checkpoint.checkpoints(self.run_dir)
         lines += [f"checkpoint             {newest[0][1]}"] if newest else []
         self.console.summary("done", lines)
+
+
+def val_record(scored: Scored) -> ValRecord:
+    sample, result, row = scored.sample, scored.result, scored.item.row
+    return ValRecord(
+        uid=scored.item.uid,
+        tag=row.tag,
+        id=row.id,
+        index=sample.index,
+        prompt=row.messages[-1].content,
+        answer=scored.text,
+        pred=result.pred,
+        gold=row.ground_truth,
+        acc=result.acc,
+        score=result.score,
+        reason=result.reason,
+        length=len(sample.response_ids),
+        finish_reason=sample.finish_reason,
+        failed=result.failed,
+    )

@@ -3,8 +3,9 @@
 Shape legend: T packed tokens of one micro-batch, B its samples.
 
 Every value is this micro-batch's share of a global one: a sum over its tokens divided by counts of the whole
-mini-batch (`Denominators`), so neither micro-batches nor ranks change the gradient. Masked positions are
-replaced by neutral numbers before any arithmetic; whatever stands there, even nan, reaches nothing.
+mini-batch (`Denominators`), so neither micro-batches nor ranks change the gradient. Whatever stands at masked
+positions, even nan, reaches nothing: log-probs are replaced there before any arithmetic, which also stops
+gradients, and aggregation selects the others instead of multiplying by zero.
 """
 
 from __future__ import annotations
@@ -106,14 +107,12 @@ class PolicyLoss:
         loss = pg_loss = total(loss_T, mode, batch.samples.get("loss_weights"))
         parts = {"actor/pg_loss": pg_loss}
         if options.use_kl_loss:
-            ref_T = torch.where(mask_T, batch.tokens["ref_log_probs"], 0.0)
-            kl_T = kl_estimate(x.log_probs_T, ref_T, options.kl_loss_type)
+            kl_T = kl_estimate(x.log_probs_T, batch.tokens["ref_log_probs"], options.kl_loss_type)
             parts["actor/kl_loss"] = total(kl_T, options.loss_agg_mode)
             loss = loss + options.kl_loss_coef * parts["actor/kl_loss"]
         if output.entropy is not None:
-            entropy_T = torch.where(mask_T, output.entropy, 0.0)
-            parts["actor/entropy_loss"] = total(entropy_T, options.loss_agg_mode)
-            flags = {**flags, "actor/entropy": entropy_T}
+            parts["actor/entropy_loss"] = total(output.entropy, options.loss_agg_mode)
+            flags = {**flags, "actor/entropy": output.entropy}
         if options.entropy_coeff != 0:
             assert output.entropy is not None, "entropy_coeff needs ForwardOptions(entropy=True, entropy_grad=True)"
             loss = loss - options.entropy_coeff * parts["actor/entropy_loss"]

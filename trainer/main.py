@@ -39,19 +39,20 @@ def run(loaded: Loaded) -> int:
     """Build, fit, and close whatever happens. torch and ray are imported only from here on."""
     from trainer.build import build
     from trainer.cluster import WorkerFailed
-    from trainer.prompts import DataError
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds through `finally`, so workers end too
     trainer = None
     try:
         trainer = build(loaded)
         trainer.fit()
-    except DataError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
     except WorkerFailed as error:
         log.error("the run stopped: %s", error)
         return 1
+    except ValueError as error:
+        if trainer is not None:
+            raise
+        sys.stderr.write(f"{error}\n")  # data, tokenizer, checkpoint: for people, no traceback
+        return 2
     except KeyboardInterrupt:
         return 130
     finally:

@@ -39,6 +39,12 @@ class Family:
             raise ValueError(
                 "got a quantization_config; expected bf16, fp16 or fp32 weights; dequantise the checkpoint"
             )
+        heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
+        if groups and heads % groups:
+            raise ValueError(
+                f"got num_attention_heads={heads} and num_key_value_heads={groups}; expected the first to be a "
+                "multiple of the second; correct config.json"
+            )
         for flag, values in self.refused.items():
             if config.get(flag) in values:
                 raise ValueError(

@@ -17,7 +17,7 @@ from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.device import get_device
 from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
 from engines.fsdp.optimizer import ShardedAdamW
-from engines.fsdp.shard import build_mesh, reshard, shard, units
+from engines.fsdp.shard import build_mesh, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
 from engines.hf_model import build_on_meta, dtype_of, initialize_buffers, packed_log_probs
 from engines.metric import Metric, Metrics, merge
@@ -51,6 +51,8 @@ class FsdpEngine(TrainEngine):
         shard(self.model, self.mesh, self.backend)
         self.model.to_empty(device="cpu" if self.backend.offload_policy else self.device)
         initialize_buffers(self.model)
+        for buffer in self.model.buffers():  # FSDP offloads parameters only
+            buffer.data = buffer.to(self.device)
         self.optimizer = ShardedAdamW(self.model, spec.optim, self._shard_group) if spec.optim else None
 
     @property
@@ -100,7 +102,9 @@ class FsdpEngine(TrainEngine):
         lr = self.spec.optim.schedule.at(step)
         norm, applied = self.optimizer.step(lr, finite)
         if not applied:
-            logger.warning("gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm)
+            logger.warning(
+                "gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm
+            )
         own = {
             "actor/grad_norm": Metric("mean", norm),
             "actor/lr": Metric("last", lr),

@@ -25,7 +25,8 @@ def build_mesh(device: str, fsdp_size: int) -> DeviceMesh:
     size = world if fsdp_size == -1 else fsdp_size
     if size < 1 or world % size:
         raise ValueError(
-            f"got fsdp_size={fsdp_size} on {world} ranks; expected -1 or a divisor of {world}; set fsdp_config.fsdp_size"
+            f"got fsdp_size={fsdp_size} on {world} ranks; expected -1 or a divisor of {world}; "
+            "change fsdp_config.fsdp_size"
         )
     return init_device_mesh(device, (world // size, size), mesh_dim_names=("replicate", "shard"))
 

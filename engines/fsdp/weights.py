@@ -19,6 +19,7 @@ from bridge import HfCheckpoint
 from engines.fsdp.shard import chunk_rows, local, owned_rows
 from engines.hf_model import DiskTensor, check_names, disk_layout, tied_names
 
+# One all-gather; large enough that the collective runs at full bandwidth.
 BUCKET_BYTES = 256 * 2**20
 
 

@@ -21,7 +21,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from engines.megatron import quiet
 from engines.megatron.layers.spec import block_spec
 from engines.megatron.rope import inverse_frequencies, rope_base
 from engines.spec import MegatronSpec, ModelSpec
@@ -110,6 +109,10 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
         tensor_model_parallel_size=backend.tensor_model_parallel_size,
         pipeline_model_parallel_size=backend.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=backend.virtual_pipeline_model_parallel_size,
+        # Batched transfers pair up by order: with two interleaved stages, whose next and previous peer is the
+        # same rank, activations and gradients would be exchanged for each other.
+        overlap_p2p_comm=backend.virtual_pipeline_model_parallel_size is not None,
+        batch_p2p_comm=backend.virtual_pipeline_model_parallel_size is None,
         context_parallel_size=backend.context_parallel_size,
         # With one rank there is nothing to split; Megatron refuses the combination.
         sequence_parallel=backend.sequence_parallel and backend.tensor_model_parallel_size > 1,
@@ -129,8 +132,7 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
     )
     if model.gradient_checkpointing:
         fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    with quiet():
-        return TransformerConfig(**{**fields, **overrides})
+    return TransformerConfig(**{**fields, **overrides})
 
 
 def head_size(hf: dict[str, Any]) -> int:

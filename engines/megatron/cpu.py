@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ def adapt() -> None:
     """Apply all lasting adaptations; calling it again covers Megatron modules imported since."""
     _answer_cuda_with_host()
     _keep_random_state_on_host()
+    # A hint about overlapping CUDA kernels.
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def _answer_cuda_with_host() -> None:

@@ -220,6 +220,7 @@ class MegatronEngine(TrainEngine):
 
     def close(self) -> None:
         self.models, self.chunks, self.optimizer, self._bridge = [], [], None, None
+        parallel.release()
         get_device(self.spec.device).empty_cache()
 
 

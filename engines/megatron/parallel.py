@@ -18,6 +18,7 @@ _SIZES = (
     "expert_tensor_parallel_size",
 )
 _initialised: dict[str, int | None] = {}
+_engines = 0  # alive in this process
 
 
 def sizes(backend: MegatronSpec) -> dict[str, int | None]:
@@ -31,6 +32,7 @@ def initialise(spec: TrainEngineSpec) -> None:
     A second engine in this process (the reference model) shares them: its sizes must be the same, else
     ValueError. Also ValueError when the world cannot be divided.
     """
+    global _engines
     wanted = sizes(spec.backend)
     if parallel_state.model_parallel_is_initialized():
         if wanted != _initialised:
@@ -38,6 +40,7 @@ def initialise(spec: TrainEngineSpec) -> None:
                 f"got a second Megatron engine with {wanted}; expected the sizes of the first one in this process, "
                 f"{_initialised}; give actor and reference model the same parallel sizes"
             )
+        _engines += 1
         return
     _check_world(spec.backend)
     parallel_state.initialize_model_parallel(
@@ -46,6 +49,15 @@ def initialise(spec: TrainEngineSpec) -> None:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(spec.seed)
     _initialised.update(wanted)
+    _engines += 1
+
+
+def release() -> None:
+    """One engine less; after the last one the sizes may change."""
+    global _engines
+    _engines -= 1
+    if _engines == 0:
+        parallel_state.destroy_model_parallel()
 
 
 def is_output_rank() -> bool:

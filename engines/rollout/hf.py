@@ -34,7 +34,7 @@ class HfRolloutEngine(RolloutEngine):
     def __init__(self, spec: RolloutEngineSpec) -> None:
         if spec.engine_kwargs:
             raise ValueError(
-                f"got engine_kwargs.hf={spec.engine_kwargs}; expected none: the transformers rollout has no such options; "
+                f"got engine_kwargs.hf={spec.engine_kwargs}; expected none: this engine has no such options; "
                 "remove them"
             )
         self.spec = spec
@@ -63,9 +63,9 @@ class HfRolloutEngine(RolloutEngine):
         """A response must not be continued under other weights than those it began with."""
         version = self.version
         for finished in samples:
-            yield finished
             if self.version != version or self._asleep:
                 raise RuntimeError("weights were changed or put to sleep while samples were still being generated")
+            yield finished
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         """The stream is read to its end also when a name is wrong: its producers may be collective."""
@@ -74,14 +74,14 @@ class HfRolloutEngine(RolloutEngine):
         known, ties = set(missing), tied_names(self.model)
         live = self.model.state_dict()
         heads: dict[str, Tensor] = {}
-        doubled, unknown, shapes = [], [], {}
+        doubled, unknown, unusable = [], [], {}
         for name, tensor in stream:
             if name in missing:
                 target = missing.pop(name)
                 if tuple(tensor.shape) == target.shape:
                     live[target.live][target.index].copy_(tensor)
                 else:
-                    shapes[name] = f"{tuple(tensor.shape)}, expected {target.shape}"
+                    unusable[name] = f"{tuple(tensor.shape)}, expected {target.shape}"
             elif name in known or name in heads:
                 doubled.append(name)
             elif name in ties:  # valid until the next item only
@@ -89,10 +89,12 @@ class HfRolloutEngine(RolloutEngine):
             elif not is_ignorable(self.model, name):
                 unknown.append(name)
         report_names(sorted(missing), sorted(doubled), sorted(unknown), f"the stream of version {version}")
-        shapes |= {name: f"not equal to {ties[name]}" for name, t in heads.items() if not torch.equal(t, live[ties[name]])}
-        if shapes:
+        for name, head in heads.items():
+            if not torch.equal(head, live[ties[name]]):
+                unusable[name] = f"not equal to {ties[name]}, to which config.json ties it"
+        if unusable:
             raise ValueError(
-                f"got unusable tensors {shapes} in the stream of version {version}; "
+                f"got unusable tensors {unusable} in the stream of version {version}; "
                 "use the same config.json and override_config on both sides"
             )
         self.version = version
@@ -109,7 +111,9 @@ class HfRolloutEngine(RolloutEngine):
 
     def _check_ready(self) -> None:
         if self.version < 0 or self._asleep:
-            state = "is asleep: call wake()" if self._asleep else "holds no complete set of weights: call load_weights()"
+            state = (
+                "is asleep: call wake()" if self._asleep else "holds no complete set of weights: call load_weights()"
+            )
             raise RuntimeError(f"this rollout engine {state} first")
 
     def sleep(self) -> None:

@@ -20,6 +20,8 @@ from engines.base import SamplingParams
 
 # The cumulative sum is taken over sums of blocks, then inside one block: V additions become V/128 + 128.
 _BLOCK = 128
+# Logits handled at once on CPU (float32: 3 MiB), so that the passes over them stay in cache: twice as fast.
+_CHUNK = 3 * 2**18
 # With top-p alone, this many candidates nearly always hold enough mass; otherwise everything is sorted.
 _TOP_P_CANDIDATES = 1024
 
@@ -56,6 +58,16 @@ def sample(
     Log-probs are those of softmax(logits / temperature), temperature 1 when greedy, over the whole
     vocabulary: before penalty, top-k and top-p, so a training engine computes the same number.
     """
+    rows, vocab = logits_RV.shape
+    size = max(1, _CHUNK // vocab) if logits_RV.device.type == "cpu" else rows
+    cuts = (logits_RV.split(size), uniforms_R.split(size), [None] * rows if seen_RV is None else seen_RV.split(size))
+    parts = [_sample(*part, sampling) for part in zip(*cuts, strict=False)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([log_probs for _, log_probs in parts])
+
+
+def _sample(
+    logits_RV: Tensor, uniforms_R: Tensor, seen_RV: Tensor | None, sampling: SamplingParams
+) -> tuple[Tensor, Tensor]:
     scaled_RV = logits_RV.float() / (sampling.temperature or 1.0)
     max_R1 = scaled_RV.amax(-1, keepdim=True)
     weights_RV = (scaled_RV - max_R1).exp_()
@@ -112,6 +124,6 @@ def _truncate(choice_RV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tens
         mass_R = top_p * (choice_RV - values_RK[:, :1]).exp().sum(-1, dtype=torch.float64)
         if bool((ends_RK[:, -1] >= mass_R).all()):
             break
-        count = vocab
+        count = min(8 * count, vocab)
     before_RK = ends_RK - weights_RK
     return weights_RK.masked_fill_((before_RK >= mass_R.unsqueeze(-1)) & (before_RK > 0), 0.0), ids_RK

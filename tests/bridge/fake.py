@@ -86,8 +86,10 @@ def live_reference(
     last: bool = True,
     vocab: int = 136,
     fused_norms: bool = False,
+    second_embedding: bool = False,
 ) -> dict[str, Tensor]:
-    """What one rank must hold: chunk-local live name -> tensor. `vocab` counts the padded rows of all ranks."""
+    """What one rank must hold: chunk-local live name -> tensor. `vocab` counts the padded rows of all ranks;
+    `second_embedding`: a last stage with an embedding of its own, as multi-token prediction needs."""
     layers = range(config["num_hidden_layers"]) if layers is None else layers
     live: dict[str, Tensor] = {}
 
@@ -95,7 +97,7 @@ def live_reference(
         table = hf[name]
         return torch.cat([table, table.new_zeros(vocab - len(table), table.shape[1])]).chunk(tp)[rank]
 
-    if first:
+    if first or second_embedding:
         live["embedding.word_embeddings.weight"] = padded("model.embed_tokens.weight")
     for local, i in enumerate(layers):
         source = {

@@ -65,7 +65,7 @@ def test_k3_is_never_negative(log_prob, ref):
 
 
 def test_k3_of_a_tiny_difference_is_not_noise():
-    assert value_and_grad("k3", -1.0, -1.0009765625)[0] == pytest.approx(0.5 * 0.0009765625**2, rel=2e-3)
+    assert value_and_grad("k3", -1.0, -1.0 - 2**-13)[0] == pytest.approx(0.5 * 2**-26, rel=2e-3)
 
 
 def test_kl_in_reward():

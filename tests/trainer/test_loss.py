@@ -121,6 +121,15 @@ def test_dppo_kl_at_certainty_is_finite():
     options = LossOptions(loss_mode="dppo_kl", clip_ratio_low=0.05, clip_ratio_high=0.05)
     losses, grads, _ = tokens_of(options, [(1, 1.0), (-1, 1.0), (1, 2.0)], log_prob=0.0)
     assert all(math.isfinite(value) for value in losses + grads) and grads[2] == 0
+    # p rounds to 1: the divergence is not infinite, the token stays
+    assert tokens_of(options, [(1, math.exp(1e-6))], log_prob=0.0)[1] == pytest.approx([-1])
+
+
+def test_dppo_keeps_tokens_that_moved_against_their_advantage():
+    for mode in ("dppo_tv", "dppo_kl"):
+        options = LossOptions(loss_mode=mode, clip_ratio_low=0.05, clip_ratio_high=0.05)
+        losses, _, _ = tokens_of(options, [(1, 0.4 / 0.6)], log_prob=math.log(0.4))
+        assert losses == pytest.approx([-0.4 / 0.6 * math.log(0.4)])
 
 
 def test_geo_mean_clips_in_log_space():
@@ -129,6 +138,8 @@ def test_geo_mean_clips_in_log_space():
     assert loss == pytest.approx(-1.161834) and grad[0] == 0
     assert grad[1].item() == pytest.approx(-1.161834 / 2)
     assert one_sample(options, [0.5, -0.5], [-1.0, -1.0])[0] == pytest.approx(1.051271)
+    batch = make_batch([[1.0], [1.0] * 3], old_log_probs=[[-1.0], [-1.0] * 3], advantages=[[1.0], [3.0] * 3])
+    assert run(options, torch.full((4,), -1.0), batch)[0] == pytest.approx(-2.0)  # each sample counts once
 
 
 def test_rollout_weights_multiply_tokens_and_enter_geo_mean_by_their_geometric_mean():
@@ -320,6 +331,18 @@ def test_a_loss_on_policy_has_ratio_one_and_clips_nothing():
     values = {key: metric.value for key, metric in metrics.items()}
     assert (values["actor/ratio_max"], values["actor/ratio_min"], values["actor/ppo_kl"]) == (1, 1, 0)
     assert values["actor/pg_clipfrac"] == values["actor/pg_clipfrac_lower"] == 0
+
+
+@pytest.mark.parametrize(("factor", "highest", "lowest"), [(1.0, 4, 2), (-1.0, 0.5, 0.25)])
+def test_ratio_metrics_ignore_masked_tokens(factor, highest, lowest):
+    log2 = factor * math.log(2)
+    batch = make_batch([[0.0, 1.0, 1.0]], old_log_probs=[[0.0, -2 - log2, -2 - 2 * log2]], advantages=[[0.0, 1, 1]])
+    metrics = run(LossOptions(), torch.full((3,), -2.0), batch)[2]
+    assert metrics["actor/ratio_max"].value == pytest.approx(highest)
+    assert metrics["actor/ratio_min"].value == pytest.approx(lowest)
+    assert metrics["actor/ratio_mean"].value == pytest.approx((highest + lowest) / 2)
+    assert metrics["actor/ppo_kl"].value == pytest.approx(-1.5 * log2)
+    assert "actor/ratio_max" not in run(LossOptions(), torch.full((3,), -2.0), batch.masked())[2]
 
 
 def test_huge_ratios_stay_finite():

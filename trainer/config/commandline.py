@@ -99,7 +99,9 @@ def _preset(line: CommandLine, value: str, position: int) -> None:
     name = value.removesuffix(".yaml").removesuffix(".yml")
     if name not in CONFIG_NAMES:
         line.errors.append(
-            _refuse(f"--config-name {value}", position, f"one of {', '.join(CONFIG_NAMES)}", "--config-name ppo_trainer")
+            _refuse(
+                f"--config-name {value}", position, f"one of {', '.join(CONFIG_NAMES)}", "--config-name ppo_trainer"
+            )
         )
         return
     parsed = [parse_item(text, None, f"preset {name}", line.errors) for text in CONFIG_NAMES[name]]
@@ -128,8 +130,14 @@ def parse_item(argument: str, position: int | None, origin: str, errors: list[Co
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         reason = " ".join(str(error).split("\n")[:1])
         quoted = raw.replace("'", "")
-        fix = f"{key}=VALUE" if "=" not in argument else f"'{key}=\"{quoted}\"'   (Hydra needs its own quotes around special characters)"
-        errors.append(ConfigError("arg.syntax", name, f"{argument!r}: {reason}", "key=value in Hydra's grammar", fix, position))
+        fix = (
+            f"{key}=VALUE"
+            if "=" not in argument
+            else f"'{key}=\"{quoted}\"'   (Hydra needs its own quotes around special characters)"
+        )
+        errors.append(
+            ConfigError("arg.syntax", name, f"{argument!r}: {reason}", "key=value in Hydra's grammar", fix, position)
+        )
         return None
     if problem is not None:
         expected, fix = problem

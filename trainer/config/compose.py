@@ -89,7 +89,14 @@ def _compose_one_by_one(overrides: Overrides) -> DictConfig:
             reason = str(error.__cause__ or error).split("\n")[0]
             sign = "~" if item.delete else ""
             overrides.errors.append(
-                ConfigError("arg.syntax", item.key, f"{sign}{item.key}: {reason}", "a key that can be changed", "remove it", item.position)
+                ConfigError(
+                    "arg.syntax",
+                    item.key,
+                    f"{sign}{item.key}: {reason}",
+                    "a key that can be changed",
+                    "remove it",
+                    item.position,
+                )
             )
     return tree
 

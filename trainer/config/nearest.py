@@ -46,7 +46,9 @@ def suggestions(key: str, engine: str) -> list[str]:
     siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
     prefix = f"{section}." if section else ""
     found = [prefix + name for name in closest(leaf, siblings)]
-    same_leaf = sorted((name for name in known if name.rpartition(".")[2] == leaf), key=lambda name: distance(key, name))
+    same_leaf = sorted(
+        (name for name in known if name.rpartition(".")[2] == leaf), key=lambda name: distance(key, name)
+    )
     found += [name for name in same_leaf if name not in found]
     return (found or closest(key, known))[:COUNT]
 
@@ -58,7 +60,11 @@ def other_engine(key: str, engine: str) -> str | None:
     if not any(key == name or key.startswith(name + ".") or name.startswith(key + ".") for name in table):
         return None
     parts = key.split(".")
-    swapped = [".".join(parts[:i] + [COUNTERPARTS[part]] + parts[i + 1 :]) for i, part in enumerate(parts) if part in COUNTERPARTS]
+    swapped = [
+        ".".join(parts[:i] + [COUNTERPARTS[part]] + parts[i + 1 :])
+        for i, part in enumerate(parts)
+        if part in COUNTERPARTS
+    ]
     twin = next((name for name in swapped if name in leaves(engine)), None)
     owner = f"{'.'.join(parts[-2:])} belongs to model_engine={other}"
     return f"{owner}; {engine}: {twin.rpartition('.')[2]}" if twin else owner

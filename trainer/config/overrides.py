@@ -132,7 +132,9 @@ def _known(item: Item, name: str, result: Overrides) -> list[Item]:
         return _reward_domain(item, result)
     if item.delete and item.key == name:
         result.errors.append(
-            ConfigError("arg.syntax", item.key, f"~{item.key}", "a key inside a passthrough", f"{item.key}=null", item.position)
+            ConfigError(
+                "arg.syntax", item.key, f"~{item.key}", "a key inside a passthrough", f"{item.key}=null", item.position
+            )
         )
         return []
     return [item]
@@ -148,7 +150,14 @@ def _reward_domain(item: Item, result: Overrides) -> list[Item]:
         return [item]
     expected = f"rewards.<domain>.<one of {', '.join(domain_leaves())}>"
     result.errors.append(
-        ConfigError("key.unknown", item.key, f"a key that does not exist; value {item.text}", expected, "remove it", item.position)
+        ConfigError(
+            "key.unknown",
+            item.key,
+            f"a key that does not exist; value {item.text}",
+            expected,
+            "remove it",
+            item.position,
+        )
     )
     return []
 

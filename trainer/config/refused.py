@@ -31,13 +31,15 @@ IGNORED = {
     ROLLOUT + ".mode": "generation is always asynchronous",
     ROLLOUT + ".{disable_log_stats,layered_summon,skip_tokenizer_init,multi_stage_wake_up}": "nothing reads it",
     ROLLOUT + ".{over_sample_rate,moe_tensor_parallel_size}": "nothing reads it",
-    ROLLOUT + ".{engine_kwargs.sglang,engine_kwargs.trtllm,sglang_engine_mode}": "belongs to an engine that is not offered",
+    ROLLOUT
+    + ".{engine_kwargs.sglang,engine_kwargs.trtllm,sglang_engine_mode}": "belongs to an engine that is not offered",
     ROLLOUT + ".{layer_name_map,server,limit_images,prometheus,trace}": "nothing reads it",
     ROLLOUT + ".{mtp,qat}": "follows the model's section",
     "trainer.{use_v1,v1.sync,v1.separate_async.hybrid_rollout}": "there is one trainer",
     "trainer.v1.sampler.{sync_refill_failed_groups,custom_sampler,sampler_kwargs}": "there is one sampler",
     "global_profiler.{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": "no shell command is run from a configuration",
-    PROFILERS + ".{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": "no shell command is run from a configuration",
+    PROFILERS
+    + ".{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": "no shell command is run from a configuration",
 }
 
 
@@ -98,7 +100,9 @@ REFUSED = {
     "{actor_rollout_ref.actor,critic}.optim.use_layer_wise_distributed_optimizer": Refusal(
         "Muon is not offered", passes=(False,)
     ),
-    ROLLOUT + ".pipeline_model_parallel_size": Refusal("the rollout has no pipeline", f"{ROLLOUT}.tensor_model_parallel_size=N", (1,)),
+    ROLLOUT + ".pipeline_model_parallel_size": Refusal(
+        "the rollout has no pipeline", f"{ROLLOUT}.tensor_model_parallel_size=N", (1,)
+    ),
     ROLLOUT + ".{multi_turn,disaggregation,custom}": Refusal("not offered"),
     ROLLOUT + ".agent.{agent_loop_config_path,custom_async_server,agent_loop_manager_class}": Refusal("not offered"),
     ROLLOUT + ".checkpoint_manager_class": Refusal("not offered"),

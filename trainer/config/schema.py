@@ -6,7 +6,6 @@ of type dict is an open passthrough whose content is checked by its consumer.
 
 from __future__ import annotations
 
-import types
 import typing
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -87,9 +86,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def section_class(annotation: Any, engine: str) -> type | None:
-    """The dataclass behind a field's annotation; None for a leaf. `X | None` of a dataclass X is a section."""
-    if isinstance(annotation, types.UnionType):
-        annotation = next((arg for arg in typing.get_args(annotation) if is_dataclass(arg)), None)
+    """The dataclass behind a field's annotation; None for a leaf."""
     if not is_dataclass(annotation):
         return None
     return BY_ENGINE[annotation][engine] if annotation in BY_ENGINE else annotation

@@ -10,6 +10,7 @@ from trainer.config.schema_engine import (
     CriticMegatronOptim,
     FsdpEngine,
     FsdpOptim,
+    InheritedMegatronEngine,
     MegatronEngine,
     MegatronOptim,
 )
@@ -17,9 +18,7 @@ from trainer.config.schema_model import CriticModel
 from trainer.config.schema_trainer import Profiler
 
 Strategy = Literal["fsdp2", "megatron"]
-LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LossMode = Literal[
     "vanilla", "gspo", "dppo_tv", "dppo_kl", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"
 ]
@@ -95,7 +94,7 @@ class Actor:
     use_prefix_grouper: bool = False  # one forward for a shared prompt
     profiler: Profiler = field(default_factory=Profiler)
     reuse_old_log_probs: Literal["auto", "never"] = "auto"  # auto = skip the pass when it cannot matter
-    length_loss: LengthLoss | None = None  # differentiable length loss
+    length_loss: LengthLoss = field(default_factory=LengthLoss)
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class FsdpRef(Ref):
 
 @dataclass(frozen=True)
 class MegatronRef(Ref):
-    megatron: MegatronEngine = field(default_factory=MegatronEngine)
+    megatron: InheritedMegatronEngine = field(default_factory=InheritedMegatronEngine)
 
 
 @dataclass(frozen=True)
@@ -158,5 +157,5 @@ class FsdpCritic(Critic):
 
 @dataclass(frozen=True)
 class MegatronCritic(Critic):
-    megatron: MegatronEngine = field(default_factory=MegatronEngine)
+    megatron: InheritedMegatronEngine = field(default_factory=InheritedMegatronEngine)
     optim: CriticMegatronOptim = field(default_factory=CriticMegatronOptim)

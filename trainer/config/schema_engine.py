@@ -86,6 +86,13 @@ class MegatronEngine:
 
 
 @dataclass(frozen=True)
+class InheritedMegatronEngine(MegatronEngine):
+    """Reference and critic: whatever is not given here is the actor's; the dict is merged key by key."""
+
+    override_transformer_config: dict[str, Any] = field(default_factory=dict)  # changes to the actor's
+
+
+@dataclass(frozen=True)
 class Optim:
     lr: float = 1e-6  # peak learning rate
     weight_decay: float = 0.01  # on matrices only

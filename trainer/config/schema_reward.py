@@ -50,12 +50,14 @@ def _overlong_off() -> dict[str, Any]:
 class Reward:
     reward_manager: RewardManager = field(default_factory=RewardManager)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
-    reward_kwargs: dict[str, Any] = field(default_factory=_overlong_off)  # overlong_buffer_cfg.*, max_resp_len, own ones
+    reward_kwargs: dict[str, Any] = field(
+        default_factory=_overlong_off
+    )  # overlong_buffer_cfg.*, max_resp_len, own ones
     num_workers: int = 8  # scoring processes
     reward_model: RewardModel = field(default_factory=RewardModel)
     sandbox_fusion: SandboxFusion = field(default_factory=SandboxFusion)
     max_failed_frac: float = 0.05  # share of unscorable samples that stops the run
-    timeout_s: float = 10.0  # seconds per call of a custom function
+    timeout_s: float = 60.0  # seconds per call of a custom function
     report: dict[str, Any] = field(default_factory=dict)  # reward report before training
     code_sandbox: dict[str, Any] = field(default_factory=dict)  # isolation of programs
     length_penalty: dict[str, Any] = field(default_factory=dict)  # shaping by length
@@ -70,5 +72,6 @@ class RewardDomain:
     world_size: int | None = None  # processes; null = reward.num_workers
     timeout_s: float = 10.0  # seconds per sample
     answer: Literal["rules", "last_number"] = "rules"  # which candidate math_rule reads
+    score_map: list[float] = field(default_factory=lambda: [0.0, 1.0])  # training score of a wrong, of a right answer
     infer_batch_size: int | None = None  # samples per call
     template: str | None = None  # chat template of the domain

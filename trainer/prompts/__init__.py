@@ -1,1 +1,45 @@
-"""Rows on disk -> validated rows -> prompts of token ids, read through an exactly resumable cursor."""
+"""Rows on disk -> validated rows -> prompts of token ids, read through an exactly resumable cursor.
+
+Names are imported when first used: scoring processes need `Row` without the tokenizer library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.prompts.cursor import PromptItem, PromptSource
+    from trainer.prompts.errors import DataError
+    from trainer.prompts.report import write_report
+    from trainer.prompts.row import Message, Row
+    from trainer.prompts.rows import RowList, load_rows
+    from trainer.prompts.templates import PromptEncoder, load_tokenizer
+
+__all__ = [
+    "DataError",
+    "Message",
+    "PromptEncoder",
+    "PromptItem",
+    "PromptSource",
+    "Row",
+    "RowList",
+    "load_rows",
+    "load_tokenizer",
+    "write_report",
+]
+_MODULES = {
+    "cursor": ("PromptItem", "PromptSource"),
+    "errors": ("DataError",),
+    "report": ("write_report",),
+    "row": ("Message", "Row"),
+    "rows": ("RowList", "load_rows"),
+    "templates": ("PromptEncoder", "load_tokenizer"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

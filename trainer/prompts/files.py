@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from trainer.prompts.errors import FieldProblem, Problems
 
 BOM = b"\xef\xbb\xbf"
+GOLD_COLUMNS = {"ground_truth", "test_cases", "instruction_id_list"}
 CHUNK = 1 << 20  # bytes read at a time while skipping a line that is too long
 
 
@@ -162,30 +163,25 @@ def read_parquet(
 def _schema_problem(schema: Any, prompt_key: str, reward_fn_key: str, custom_reward: bool) -> FieldProblem | None:
     import pyarrow.types as types
 
-    nested = {
-        field.name: [field.type.field(i).name for i in range(field.type.num_fields)]
-        if types.is_struct(field.type)
-        else []
-        for field in schema
-    }
+    nested = {field.name: _children(field.type) for field in schema}
     names = set(nested)
-    gold = "ground_truth" in nested.get("reward_model", []) or names & {
-        "ground_truth",
-        "test_cases",
-        "instruction_id_list",
-    }
-    if not (names & {reward_fn_key, "tag"} and names & {prompt_key, "messages"} and (gold or custom_reward)):
-        found = [f"{name}.{child}" for name in nested for child in nested[name]] + [n for n in nested if not nested[n]]
+    has_gold = "ground_truth" in nested.get("reward_model", []) or names & GOLD_COLUMNS or custom_reward
+    if not (names & {reward_fn_key, "tag"} and names & {prompt_key, "messages"} and has_gold):
+        found = sorted(full for name in nested for full in [f"{name}.{c}" for c in nested[name]] or [name])
         expected = f"{reward_fn_key}, {prompt_key}, reward_model.ground_truth"
-        return FieldProblem(
-            "D26", None, f"columns {', '.join(sorted(found))}", expected, "Rename, or set data.prompt_key"
-        )
+        return FieldProblem("D26", None, f"columns {', '.join(found)}", expected, "Rename, or set data.prompt_key")
     column = "messages" if "messages" in names else prompt_key
     dtype = schema.field(column).type
     text = types.is_string(dtype) or types.is_large_string(dtype) or types.is_null(dtype)
     if text or ((types.is_list(dtype) or types.is_large_list(dtype)) and types.is_struct(dtype.value_type)):
         return None
     return _unusable(column, f"column of type {dtype}")
+
+
+def _children(dtype: Any) -> list[str]:
+    import pyarrow.types as types
+
+    return [dtype.field(i).name for i in range(dtype.num_fields)] if types.is_struct(dtype) else []
 
 
 def _unusable(column: str | None, got: str) -> FieldProblem:

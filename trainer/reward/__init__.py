@@ -1,0 +1,7 @@
+"""Answers -> scores, in processes that may be killed. Imports no device library."""
+
+from trainer.reward.dispatch import RewardManager
+from trainer.reward.result import RewardResult
+from trainer.reward.spec import CustomSpec, DomainSpec, OverlongSpec
+
+__all__ = ["CustomSpec", "DomainSpec", "OverlongSpec", "RewardManager", "RewardResult"]

@@ -53,3 +53,21 @@ class OverlongSpec:
     penalty_factor: float = 0.0
     log: bool = False
     max_resp_len: int | None = None
+
+
+# domain -> option -> allowed values
+_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "math_rule": {"answer": ("rules", "last_number"), "require_box": (False, True)},
+}
+
+
+def check_options(domain: str, options: Mapping[str, Any]) -> None:
+    """ValueError for an unknown option of a scorer or a value outside its closed set."""
+    known = _OPTIONS[domain]
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"got rewards.{domain}.{name}; expected one of {sorted(known)}; remove or rename it")
+        if value not in known[name]:
+            raise ValueError(
+                f"got rewards.{domain}.{name}={value!r}; expected one of {list(known[name])}; change the value"
+            )

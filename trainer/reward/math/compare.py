@@ -83,8 +83,7 @@ def _equal_structures(gold: str, answer: str) -> bool:
         in_order = True
     elif answer_items.brackets:
         return False
-    pairs = _pairing(list(gold_items.values), list(answer_items.values), in_order)
-    return pairs
+    return _pairing(list(gold_items.values), list(answer_items.values), in_order)
 
 
 def _pairing(gold: list[str], answer: list[str], in_order: bool) -> bool:
@@ -108,12 +107,7 @@ def _equal_mixed(gold: str, gold_items: Items | None, answer: str, answer_items:
         return _equal_cleaned(*values)
     items = gold_items or answer_items
     if len(items.values) == 1:
-        return _equal_cleaned(
-            *(
-                items.values[0] if side is not None else text
-                for side, text in ((gold_items, gold), (answer_items, answer))
-            )
-        )
+        return _equal_cleaned(*((items.values[0], answer) if gold_items else (gold, items.values[0])))
     if items.brackets or re.search(r"[<>]|\\(?:le|ge|lt|gt|ne|in)(?![A-Za-z])", gold + answer):
         return symbolically_equal(gold, answer)
     return False

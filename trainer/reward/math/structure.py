@@ -8,6 +8,7 @@ from dataclasses import dataclass
 _OR = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:,\s*)?(?:or|and)\s*\}|\b(?:or|and)\b", re.IGNORECASE)
 _LETTER = re.compile(r"(?:[A-Za-z]|\\(?!frac|sqrt|text|cdot|times)[A-Za-z]+)(?:_(?:\w|\{\w+\}))?'?")
 _FUNCTION = re.compile(r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)")
+_BRACKET = re.compile(r"\\[{}]|[()\[\]{}]")
 _EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
 
 
@@ -33,10 +34,19 @@ def items_of(text: str) -> Items | None:
 
 
 def unparenthesise(text: str) -> str:
-    """`(5)` -> `5`, as long as the brackets belong together and hold one value."""
-    while text[:1] == "(" and text[-1:] == ")" and _closes_at_end(text) and len(split_top(text[1:-1])) == 1:
-        text = text[1:-1].strip()
-    return text
+    """`((5))` -> `5`, as long as the brackets belong together and hold one value. Linear in the text's length."""
+    partner: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACKET.finditer(text):
+        if match.group()[-1] in "([{":
+            opened.append(match.start())
+        elif opened:
+            partner[opened.pop()] = match.end() - 1
+    start, end = 0, len(text)
+    while text[start : start + 1] == "(" and partner.get(start) == end - 1:
+        start, end = start + 1, end - 1
+    inside = text[start:end].strip()
+    return inside if len(split_top(inside)) == 1 else text
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
@@ -57,8 +67,7 @@ def split_top(text: str, separator: str = ",") -> list[str]:
 def _closes_at_end(text: str) -> bool:
     """True when the bracket that opens the text is closed by its last character."""
     depth = 0
-    tokens = list(re.finditer(r"\\[{}]|[()\[\]{}]", text))
-    for match in tokens:
+    for match in _BRACKET.finditer(text):
         depth += 1 if match.group()[-1] in "([{" else -1
         if depth == 0:
             return match.end() == len(text)

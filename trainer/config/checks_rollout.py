@@ -1,0 +1,234 @@
+"""Rollout pool, sequence lengths and route replay."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from trainer.config.inspection import ACTOR, ROLLOUT, Inspection, divisors, nearest
+
+
+def check(view: Inspection) -> None:
+    pool(view)
+    world(view)
+    expert(view)
+    temperature(view)
+    model_length(view)
+    chunked(view)
+    overlong(view)
+    lengths(view)
+    replay(view)
+
+
+def pool(view: Inspection) -> None:
+    hybrid, nnodes = view.config.actor_rollout_ref.hybrid_engine, view.rollout.nnodes
+    backend = view.rollout.checkpoint_engine.backend
+    if hybrid and nnodes > 0:
+        view.error(
+            "roll.sync",
+            f"{ROLLOUT}.nnodes",
+            f"rollout.nnodes={nnodes}, hybrid_engine=True",
+            "hybrid_engine=False for a separate pool",
+            "actor_rollout_ref.hybrid_engine=False   (or rollout.nnodes=0)",
+        )
+    if not hybrid and nnodes == 0:
+        view.error(
+            "roll.sync",
+            f"{ROLLOUT}.nnodes",
+            "rollout.nnodes=0, hybrid_engine=False",
+            "rollout.nnodes > 0: the rollout needs its own devices",
+            f"{ROLLOUT}.nnodes=1   (or actor_rollout_ref.hybrid_engine=True)",
+        )
+    if hybrid and backend != "naive":
+        view.error(
+            "roll.sync",
+            f"{ROLLOUT}.checkpoint_engine.backend",
+            f"backend={backend}, hybrid_engine=True",
+            "naive: trainer and rollout share their devices",
+            f"{ROLLOUT}.checkpoint_engine.backend=naive",
+        )
+
+
+def world(view: Inspection) -> None:
+    rollout, separate = view.rollout, view.rollout.nnodes > 0
+    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    ranks = rollout.nnodes * rollout.n_gpus_per_node if separate else view.facts["world"]
+    if rollout.name == "hf" and tp != 1:
+        view.error(
+            "roll.world",
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"rollout tp {tp}, rollout.name=hf",
+            "1: one transformers replica is one process",
+            f"{ROLLOUT}.tensor_model_parallel_size=1",
+        )
+    elif ranks % (tp * dp) != 0:
+        source = (
+            f"rollout.nnodes {rollout.nnodes} x {rollout.n_gpus_per_node}"
+            if separate
+            else view.layout.partition(";")[0]
+        )
+        view.error(
+            "roll.world",
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{ranks} rollout ranks ({source}); rollout tp {tp} x dp {dp} = {tp * dp}",
+            "rollout ranks divisible by tp x dp",
+            f"{ROLLOUT}.tensor_model_parallel_size={nearest(tp, divisors(ranks))}   "
+            f"(factors of {ranks}: {', '.join(map(str, divisors(ranks)))})",
+        )
+    per_node = rollout.n_gpus_per_node if separate else view.facts["per_node"]
+    if tp > per_node:
+        view.notices.append(f"{ROLLOUT}.tensor_model_parallel_size={tp} is larger than a node ({per_node} devices)")
+
+
+def expert(view: Inspection) -> None:
+    ep = view.rollout.expert_parallel_size
+    full = view.rollout.tensor_model_parallel_size * view.rollout.data_parallel_size
+    if ep not in (1, full):
+        view.error(
+            "roll.ep",
+            f"{ROLLOUT}.expert_parallel_size",
+            f"expert_parallel_size={ep}; rollout tp x dp = {full}",
+            f"1 or {full}",
+            f"{ROLLOUT}.expert_parallel_size={full}   (or 1)",
+        )
+
+
+def temperature(view: Inspection) -> None:
+    """The update divides logits by it: sampling for training cannot be greedy."""
+    rollout = view.rollout
+    if rollout.temperature <= 0:
+        view.error(
+            "roll.sampling",
+            f"{ROLLOUT}.temperature",
+            f"temperature={rollout.temperature}",
+            "more than 0 (val_kwargs.temperature may be 0)",
+            f"{ROLLOUT}.temperature=1.0",
+        )
+    if rollout.calculate_log_probs and (rollout.top_p < 1 or rollout.top_k > 0):
+        view.notices.append(
+            f"top_p={rollout.top_p}, top_k={rollout.top_k}: log-probs are those of the uncut distribution"
+        )
+    sampling = rollout.val_kwargs
+    if not sampling.do_sample and sampling.temperature > 0 and f"{ROLLOUT}.val_kwargs.temperature" in view.explicit:
+        view.notices.append(
+            f"{ROLLOUT}.val_kwargs: temperature={sampling.temperature} decides, do_sample=False has no effect"
+        )
+
+
+def model_length(view: Inspection) -> None:
+    limit, needed, data = view.rollout.max_model_len, view.max_length, view.config.data
+    total = f"max_prompt_length {data.max_prompt_length} + max_response_length {data.max_response_length} = {needed}"
+    if limit is not None and limit < needed:
+        view.error(
+            "len.model",
+            f"{ROLLOUT}.max_model_len",
+            f"max_model_len={limit}; {total}",
+            "null, or at least prompt + response",
+            f"{ROLLOUT}.max_model_len={needed}",
+        )
+    positions = view.model.max_positions if view.model else None
+    if positions is not None and max(needed, limit or 0) > positions:
+        view.error(
+            "len.model",
+            f"{ROLLOUT}.max_model_len" if limit is not None and limit > positions else "data.max_response_length",
+            f"{total}; max_model_len={limit}; the model's max_position_embeddings={positions}",
+            "at most max_position_embeddings",
+            f"data.max_response_length={max(1, positions - data.max_prompt_length)}",
+        )
+
+
+def chunked(view: Inspection) -> None:
+    rollout = view.rollout
+    if rollout.name == "hf":
+        return
+    tokens, length = rollout.max_num_batched_tokens, rollout.max_model_len or view.max_length
+    needed = max(rollout.max_num_seqs, 0 if rollout.enable_chunked_prefill else length)
+    if tokens < needed:
+        view.error(
+            "len.chunk",
+            f"{ROLLOUT}.max_num_batched_tokens",
+            f"max_num_batched_tokens={tokens}, max_num_seqs={rollout.max_num_seqs}, "
+            f"enable_chunked_prefill={rollout.enable_chunked_prefill}, longest sequence {length}",
+            "at least max_num_seqs, and the longest sequence without chunked prefill",
+            f"{ROLLOUT}.max_num_batched_tokens={needed}",
+        )
+
+
+def overlong(view: Inspection) -> None:
+    kwargs, key = view.config.reward.reward_kwargs, "reward.reward_kwargs"
+    buffer = kwargs.get("overlong_buffer_cfg") or {}
+    if not buffer.get("enable"):
+        return
+    longest, size = kwargs.get("max_resp_len"), buffer.get("len")
+    limit = view.config.data.max_response_length
+    if not isinstance(longest, int) or longest < 1:
+        view.error(
+            "len.overlong",
+            f"{key}.max_resp_len",
+            f"max_resp_len={longest}, overlong_buffer_cfg.enable=True",
+            "the response length, in tokens",
+            f"{key}.max_resp_len={limit}",
+        )
+        return
+    if longest != limit:
+        view.notices.append(f"{key}.max_resp_len={longest} differs from data.max_response_length={limit}")
+    if not isinstance(size, int) or not 0 < size <= longest:
+        view.error(
+            "len.overlong",
+            f"{key}.overlong_buffer_cfg.len",
+            f"len={size}, max_resp_len={longest}",
+            "0 < len <= max_resp_len",
+            f"{key}.overlong_buffer_cfg.len={max(1, longest // 4)}",
+        )
+
+
+def lengths(view: Inspection) -> None:
+    for mine, theirs in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
+        given, wanted = vars(view.rollout)[mine], vars(view.config.data)[theirs]
+        if given != wanted:
+            view.error(
+                "len.rollout",
+                f"{ROLLOUT}.{mine}",
+                f"{mine}={given}; data.{theirs}={wanted}",
+                f"data.{theirs}",
+                f"{ROLLOUT}.{mine}={wanted}   (or drop it)",
+            )
+
+
+def replay(view: Inspection) -> None:
+    """Routes that are replayed must have been recorded."""
+    mode, flag = view.actor.router_replay.mode, f"{ROLLOUT}.enable_rollout_routing_replay"
+    recording = view.rollout.enable_rollout_routing_replay
+    if mode == "R3" and not recording:
+        view.error(
+            "replay.r3",
+            f"{ACTOR}.router_replay.mode",
+            f"mode=R3, rollout.enable_rollout_routing_replay=False{view.where(flag)}, {rollout_version(view.rollout.name)}",
+            "the rollout returns the routes that R3 replays",
+            f"{flag}=True   (or mode=R2)",
+        )
+    if mode == "R2" and recording:
+        view.error(
+            "replay.r2",
+            f"{ACTOR}.router_replay.mode",
+            f"mode=R2, rollout.enable_rollout_routing_replay=True{view.where(flag)}",
+            "R2 replays the routes of the log-prob pass, not of the rollout",
+            f"{flag}=False",
+        )
+    if mode == "disabled" and recording and view.rollout.moe_load_balance_metrics_interval == 0:
+        view.error(
+            "replay.idle",
+            flag,
+            "enable_rollout_routing_replay=True, mode=disabled, moe_load_balance_metrics_interval=0",
+            "a reader of the routes",
+            f"{ROLLOUT}.moe_load_balance_metrics_interval=1   (or {flag}=False)",
+        )
+
+
+def rollout_version(name: str) -> str:
+    """`rollout.name=vllm 0.22.1`, by package metadata: nothing is imported."""
+    if name != "vllm":
+        return f"rollout.name={name}"
+    try:
+        return f"rollout.name=vllm {version('vllm')}"
+    except PackageNotFoundError:
+        return "rollout.name=vllm (not installed)"

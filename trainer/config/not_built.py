@@ -1,0 +1,215 @@
+"""What this release does not do yet. Defaults pass; everything else listed here is refused.
+
+A line is removed in the commit that builds the behaviour. `BUILT_LATER` names keys that the status
+tables call later but that work already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from trainer.config.errors import ConfigError
+from trainer.config.keys import status_of
+from trainer.config.legacy import Item
+from trainer.config.patterns import covering, expand_all
+from trainer.config.schema import leaves
+from trainer.config.values import to_text
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MEGATRON = "{actor_rollout_ref.actor,actor_rollout_ref.ref}.megatron"
+FSDP = "{actor_rollout_ref.actor,actor_rollout_ref.ref}.fsdp_config"
+
+NOT_BUILT = (
+    "critic",
+    "data.{domain_interleave_probs,template,template_by_tag,chat_template_path,default_system}",
+    "data.{length_bucket,bucket_prompts,allow_changed_files}",
+    f"{ACTOR}.policy_loss.{{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef,dro_beta}}",
+    f"{ACTOR}.{{tau_pos,tau_neg,calculate_sum_pi_squared,length_loss,reuse_old_log_probs}}",
+    f"{ACTOR}.router_replay",
+    f"{FSDP}.{{ulysses_sequence_parallel_size,full_determinism}}",
+    f"{MEGATRON}.{{expert_model_parallel_size,context_parallel_size,expert_tensor_parallel_size}}",
+    f"{MEGATRON}.virtual_pipeline_model_parallel_size",
+    f"{ACTOR}.optim.{{zero_indexed_step,optimizer_impl,override_optimizer_config}}",
+    f"{ACTOR}.optim.{{weight_decay_incr_style,lr_wsd_decay_style,lr_wsd_decay_steps}}",
+    f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,cudagraph_capture_sizes}}",
+    f"{ROLLOUT}.{{enable_rollout_routing_replay,moe_load_balance_metrics_interval,engine_kwargs}}",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
+    "reward.reward_manager.{source,module}",
+    "algorithm.{gamma,lam,use_kl_in_reward,kl_penalty,kl_ctrl,filter_groups,rollout_correction}",
+    "algorithm.{norm_mean_type,norm_std_type,reward_clip,advantage_clip,whiten_advantages,whiten_scope}",
+    "algorithm.{max_len_mask,difficulty_mask,difficulty_low_threshold,difficulty_high_threshold}",
+    "algorithm.{error_max_len_clip,error_max_len_threshold,correct_threshold}",
+    "algorithm.{difficulty_loss_weight,difficulty_source,difficulty_range,length_loss_weight}",
+    "trainer.{critic_warmup,logger_kwargs,overfit_patience}",
+)
+BUILT_LATER = (
+    "actor_rollout_ref.hybrid_engine",
+    "data.{train_max_samples,val_max_samples,dataloader_num_workers,val_batch_size,apply_chat_template_kwargs}",
+    f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}",
+    "reward.{timeout_s,custom_reward_function.domains}",
+)
+# key -> the values that work; the default is not exempt
+BUILT_VALUES: dict[str, tuple[Any, ...]] = {
+    "algorithm.adv_estimator": ("grpo",),
+    f"{ACTOR}.policy_loss.loss_mode": ("vanilla",),
+    f"{ROLLOUT}.name": ("hf",),
+    f"{ROLLOUT}.dtype": ("bfloat16", "float32"),
+    f"{ROLLOUT}.checkpoint_engine.backend": ("naive",),
+    "actor_rollout_ref.model.use_remove_padding": (True,),
+    f"{ACTOR}.megatron.use_mbridge": (True,),
+    f"{ACTOR}.megatron.dtype": ("bfloat16", "float32"),
+    f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    "reward.reward_manager.name": ("naive", "dapo"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.v1.trainer_mode": ("sync",),
+} | {
+    f"actor_rollout_ref.{role}.fsdp_config.{leaf}": values
+    for role in ("actor", "ref")
+    for leaf, values in (
+        ("model_dtype", ("bfloat16", "float32")),
+        ("dtype", ("bfloat16", "float32")),
+        ("mixed_precision.param_dtype", (None, "bfloat16", "float32")),
+        ("mixed_precision.reduce_dtype", (None, "bfloat16", "float32")),
+        ("mixed_precision.buffer_dtype", (None, "float32")),
+    )
+}
+LOGGERS = ("console", "tensorboard", "csv", "jsonl")
+BUILT_DOMAINS = ("math_rule",)
+BUILT_DOMAIN_KEYS = ("worker", "tag_included", "world_size", "timeout_s", "answer", "score_map")
+# What to paste where "remove it" is not enough.
+FIX = {
+    "algorithm.adv_estimator": "algorithm.adv_estimator=grpo",
+    f"{ROLLOUT}.name": f"{ROLLOUT}.name=hf",
+    "trainer.device": "trainer.device=auto",
+}
+WHY = {"gae": "not built yet: critic; use algorithm.adv_estimator=grpo"}
+# Speed and memory settings of vLLM: harmless, and without effect, under another rollout.
+VLLM_ONLY = (
+    f"{ROLLOUT}.{{gpu_memory_utilization,free_cache_engine,enforce_eager,max_num_batched_tokens}}",
+    f"{ROLLOUT}.{{enable_chunked_prefill,enable_prefix_caching,load_format}}",
+)
+# Switches whose every value leads to the same result in this release, and why.
+NO_OP = {
+    f"{ACTOR}.use_torch_compile": "torch.compile is not used yet",
+    "actor_rollout_ref.ref.use_torch_compile": "torch.compile is not used yet",
+    f"{ACTOR}.fsdp_config.use_torch_compile": "torch.compile is not used yet",
+    "actor_rollout_ref.ref.fsdp_config.use_torch_compile": "torch.compile is not used yet",
+    "actor_rollout_ref.ref.fsdp_config.optimizer_offload": "the reference has no optimizer",
+    "data.dataloader_num_workers": "prompts are read in the main process",
+    "data.filter_overlong_prompts_workers": "the length filter runs in the main process",
+    "trainer.max_critic_ckpt_to_keep": "there is no critic",
+}
+
+
+@cache
+def _names(patterns: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(expand_all(patterns))
+
+
+def is_built(key: str) -> bool:
+    """Whether a leaf may differ from its default (BUILT_VALUES may still narrow it)."""
+    if covering(key, _names(NOT_BUILT)) and key != f"{ROLLOUT}.engine_kwargs.hf":
+        return False
+    return status_of(key) == "1" or covering(key, _names(BUILT_LATER)) is not None
+
+
+def is_effective(key: str) -> bool:
+    """Built, and somebody reads it: neither a hint nor a setting of another rollout."""
+    hint = status_of(key) == "H" or key in NO_OP or covering(key, _names(VLLM_ONLY)) is not None
+    return is_built(key) and not hint
+
+
+def baseline(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
+    """The same tree with every unbuilt key at its default (before inheritance)."""
+    return {key: values[key] if is_built(key) else leaf.default for key, leaf in leaves(engine).items()}
+
+
+def refuse(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], explicit: Mapping[str, Item], engine: str
+) -> list[ConfigError]:
+    """One error per key whose value needs something that is not built. `defaults` is the inherited
+    `baseline`. An inherited value is reported at the key it comes from only."""
+    errors = []
+    for key, leaf in leaves(engine).items():
+        value = values[key]
+        given = any(name == key or name.startswith(f"{key}.") for name in explicit)
+        if not given and value != leaf.default:
+            continue
+        if key in BUILT_VALUES and value not in BUILT_VALUES[key]:
+            errors.append(_error(key, value, explicit, " or ".join(map(_show, BUILT_VALUES[key]))))
+        elif key == "trainer.logger":
+            unknown = [name for name in value if name not in LOGGERS]
+            if unknown:
+                errors.append(_logger_error(value, unknown, explicit))
+        elif status_of(key) != "H" and not is_built(key) and value != defaults[key]:
+            errors.append(_error(key, value, explicit, f"the default, {_show(defaults[key])}"))
+    errors += _domain_errors(values["rewards"], explicit)
+    return errors
+
+
+def notices(values: Mapping[str, Any], explicit: Mapping[str, Item], engine: str) -> list[str]:
+    """One warning per given key that has no effect in this release."""
+    found = []
+    without_vllm = values[f"{ROLLOUT}.name"] != "vllm"
+    for key, leaf in leaves(engine).items():
+        if key not in explicit or values[key] == leaf.default:
+            continue
+        if status_of(key) == "H":
+            found.append(f"{key}={_show(values[key])} has no effect yet: a speed or memory hint")
+        elif key in NO_OP and values[key] is not False:
+            found.append(f"{key}={_show(values[key])} has no effect: {NO_OP[key]}")
+        elif without_vllm and covering(key, _names(VLLM_ONLY)):
+            found.append(f"{key}={_show(values[key])} has no effect: it belongs to rollout.name=vllm")
+    return found
+
+
+def _error(key: str, value: Any, explicit: Mapping[str, Item], expected: str) -> ConfigError:
+    why = WHY.get(value, "not built yet") if isinstance(value, str) else "not built yet"
+    given = "" if key in explicit else " (the default)"
+    position = explicit[key].position if key in explicit else None
+    leaf = key.rpartition(".")[2]
+    return ConfigError(
+        "not.built", key, f"{leaf}={_show(value)}{given}: {why}", expected, FIX.get(key, "remove it"), position
+    )
+
+
+def _logger_error(value: tuple[str, ...], unknown: list[str], explicit: Mapping[str, Item]) -> ConfigError:
+    kept = [name for name in value if name in LOGGERS] or ["console"]
+    position = explicit["trainer.logger"].position if "trainer.logger" in explicit else None
+    return ConfigError(
+        "not.built",
+        "trainer.logger",
+        f"logger {', '.join(unknown)}: not built yet",
+        f"any of {', '.join(LOGGERS)}",
+        f"trainer.logger=[{','.join(kept)}]",
+        position,
+    )
+
+
+def _domain_errors(rewards: Mapping[str, Any], explicit: Mapping[str, Item]) -> list[ConfigError]:
+    errors = []
+    for name, domain in rewards.items():
+        worker = domain.worker or name
+        if worker not in BUILT_DOMAINS:
+            item = next((item for key, item in explicit.items() if key.startswith(f"rewards.{name}.")), None)
+            errors.append(
+                ConfigError(
+                    "not.built",
+                    f"rewards.{name}",
+                    f"scorer {worker}: not built yet",
+                    f"one of {', '.join(BUILT_DOMAINS)}, or a function of your own",
+                    "remove it   (or reward.custom_reward_function.path=FILE)",
+                    item.position if item is not None else None,
+                )
+            )
+        for leaf in ("infer_batch_size", "template"):
+            key = f"rewards.{name}.{leaf}"
+            if key in explicit and explicit[key].value is not None:
+                errors.append(_error(key, explicit[key].value, explicit, "the default, null"))
+    return errors
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else to_text(value)

@@ -1,0 +1,165 @@
+"""Send each answer to the scorer of its row; map and shape the score that comes back."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trainer.reward.custom import load_custom
+from trainer.reward.overlong import check_overlong, overlong_penalty
+from trainer.reward.pool import ScorerError, Target, WorkerPool
+from trainer.reward.result import RewardResult
+from trainer.reward.spec import SCORED_DOMAINS, CustomSpec, DomainSpec, OverlongSpec, check_options
+
+if TYPE_CHECKING:
+    from trainer.prompts.row import Row
+
+CUSTOM = "custom"  # pool name of the user's function
+SCORERS = {"math_rule": ("trainer.reward.math_rule", "MathRule")}
+
+
+class RewardManager:
+    """Scores answers in processes of their own, one pool per domain, so a slow domain blocks no other.
+
+    The user's function replaces all scorers, or those of `custom.domains`. `num_workers` is the size of
+    every pool without an own `world_size`. Raises ValueError for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        domains: Mapping[str, DomainSpec],
+        custom: CustomSpec | None = None,
+        *,
+        num_workers: int,
+        overlong: OverlongSpec | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ValueError(f"got reward.num_workers={num_workers}; expected at least 1; raise it")
+        check_overlong(overlong)
+        self._custom, self._overlong, self._num_workers = custom, overlong, num_workers
+        self._domains = {"math_rule": DomainSpec(), **domains}
+        self._pools: dict[str, WorkerPool] = {}
+        self._lock = threading.Lock()
+        if custom is not None:
+            load_custom(custom)  # here, so that mistakes show before any process or model is started
+        for domain in SCORED_DOMAINS:
+            check_options(domain, self._domains[domain].options)
+        if importlib.util.find_spec("math_verify") is None and not self._is_custom("math_rule"):
+            raise ValueError("got no package math_verify; expected version 0.9.0; pip install math-verify==0.9.0")
+        if custom is not None:
+            self._pool(CUSTOM)
+        for domain in domains:
+            if domain in SCORED_DOMAINS and not self._is_custom(domain):
+                self._pool(domain)
+
+    def submit(self, text: str, row: Row, *, response_length: int, think_open: bool = False) -> Future[RewardResult]:
+        """Score one answer; returns at once.
+
+        `response_length` is in tokens, padding excluded. `think_open` says that the prompt ended inside a
+        thinking block. The future raises ValueError when the user's function failed and `on_error=stop`.
+        """
+        name = CUSTOM if self._is_custom(row.domain) else row.domain
+        outer: Future[RewardResult] = Future()
+        outer.set_running_or_notify_cancel()
+        inner = self._pool(name).submit(text, row, think_open)
+        shape = functools.partial(self._shape, name=name, response_length=response_length)
+        inner.add_done_callback(_forward(outer, shape, self._on_error(name, row)))
+        return outer
+
+    def take_metrics(self) -> dict[str, float]:
+        """`reward/<domain>/{latency_mean, latency_max, queue_max, timeouts, failed}` since the last call."""
+        metrics: dict[str, float] = {}
+        for name, pool in list(self._pools.items()):
+            stats = pool.take_stats()
+            if stats.latencies:
+                metrics[f"reward/{name}/latency_mean"] = sum(stats.latencies) / len(stats.latencies)
+                metrics[f"reward/{name}/latency_max"] = max(stats.latencies)
+            metrics[f"reward/{name}/queue_max"] = float(stats.queue_max)
+            metrics[f"reward/{name}/timeouts"] = float(stats.timeouts)
+            metrics[f"reward/{name}/failed"] = float(stats.failed)
+        return metrics
+
+    def close(self) -> None:
+        """End all processes; answers that still wait are cancelled."""
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.close()
+
+    def __enter__(self) -> RewardManager:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _is_custom(self, domain: str) -> bool:
+        return self._custom is not None and (self._custom.domains is None or domain in self._custom.domains)
+
+    def _pool(self, name: str) -> WorkerPool:
+        with self._lock:
+            if name not in self._pools:
+                self._pools[name] = self._build_pool(name)
+            return self._pools[name]
+
+    def _build_pool(self, name: str) -> WorkerPool:
+        if name == CUSTOM:
+            target = Target("trainer.reward.custom", "CustomScorer", {"spec": self._custom})
+            return WorkerPool(target, self._num_workers, self._custom.timeout_s)
+        if name not in SCORERS:
+            raise ValueError(
+                f"got a row of domain {name!r}, which has no scorer; expected one of {sorted(SCORERS)}; "
+                "remove the row or set reward.custom_reward_function.path"
+            )
+        spec = self._domains[name]
+        target = Target(*SCORERS[name], dict(spec.options))
+        return WorkerPool(target, spec.world_size or self._num_workers, spec.timeout_s)
+
+    def _shape(self, result: RewardResult, name: str, response_length: int) -> RewardResult:
+        """Map wrong/right to the domain's scores and add the length penalty. Accuracy stays untouched."""
+        if result.failed:
+            return result
+        wrong, right = (0.0, 1.0) if name == CUSTOM else self._domains[name].score_map
+        penalty = overlong_penalty(self._overlong, response_length)
+        extra = dict(result.extra)
+        if self._overlong is not None and self._overlong.enable:
+            extra["overlong_penalty"] = penalty
+        return replace(result, score=wrong + (right - wrong) * result.score + penalty, extra=extra)
+
+    def _on_error(self, name: str, row: Row) -> Callable[[ScorerError], RewardResult]:
+        """What an exception inside the scorer becomes: a ValueError, or a result marked failed."""
+
+        def decide(error: ScorerError) -> RewardResult:
+            if name == CUSTOM and self._custom.on_error == "stop":
+                raise ValueError(
+                    f"got an exception from {self._custom.path} ({self._custom.name}) for row {row.id!r} of tag "
+                    f"{row.tag!r}; expected a finite score; mend the function or set "
+                    f"reward.custom_reward_function.on_error=mask\n{error}"
+                ) from error
+            return RewardResult(0.0, None, None, "error", {"error": str(error)}, failed=True)
+
+        return decide
+
+
+def _forward(
+    outer: Future[RewardResult],
+    shape: Callable[[RewardResult], RewardResult],
+    on_error: Callable[[ScorerError], RewardResult],
+) -> Callable[[Future[RewardResult]], None]:
+    """A done-callback that carries a pool's result over to the caller's future."""
+
+    def done(inner: Future[RewardResult]) -> None:
+        if inner.cancelled():
+            outer.set_exception(RuntimeError("the reward manager was closed before this answer was scored"))
+            return
+        error = inner.exception()
+        try:
+            outer.set_result(shape(inner.result()) if error is None else on_error(error))
+        except ValueError as refused:
+            outer.set_exception(refused)
+
+    return done
