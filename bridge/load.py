@@ -26,15 +26,21 @@ class LoadReport:
 
 
 def load_units(units: list[Unit], live: Mapping[str, Tensor], checkpoint: HfCheckpoint, part: int) -> LoadReport:
-    """Write every live tensor of `units` exactly once. All are NaN before: none may remain."""
+    """Write every live tensor exactly once. Each is NaN before, none may be after: a part that no block
+    wrote cannot keep an old value. One tensor at a time, while it is in the processor's cache."""
     start, before, roundings = time.perf_counter(), checkpoint.bytes_read, []
-    for tensor in live.values():
-        tensor.fill_(float("nan"))
+    unwritten, spoilt = set(live), []
     for unit in sorted(units, key=lambda unit: checkpoint.place(next(iter(unit.hf)))):
         for placed in unit.placed:
-            roundings += write(placed, list(unit.hf), live[placed.live.name], checkpoint, part)
+            name, target = placed.live.name, live[placed.live.name]
+            unwritten.remove(name)
+            target.fill_(float("nan"))
+            roundings += write(placed, list(unit.hf), target, checkpoint, part)
+            if has_nan(target):
+                spoilt.append(f"{name}: holds NaN")
+    assert not unwritten, f"in no unit of this stage: {sorted(unwritten)}"
     raise_all(
-        [f"{name}: holds NaN" for name, tensor in live.items() if has_nan(tensor)],
+        spoilt,
         f"weights loaded from {checkpoint.directory} are not numbers",
         "finite weights in the file",
         "use another checkpoint",
@@ -77,4 +83,5 @@ def check_tied_head(checkpoint: HfCheckpoint, embedding: str) -> None:
 
 
 def has_nan(tensor: Tensor) -> bool:
-    return bool(torch.isnan(tensor).any())
+    """NaN survives a sum, which is 15 times as fast as `isnan` on CPU; a NaN sum may also be inf - inf."""
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())

@@ -102,7 +102,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def build_on_meta(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model without any memory behind its parameters; see `initialize_buffers`."""
+    """The causal language model without any memory behind its parameters; see `materialize`."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             read_config(spec), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
@@ -110,8 +110,11 @@ def build_on_meta(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def initialize_buffers(model: PreTrainedModel) -> None:
-    """Compute what no file holds (rotary frequencies), after `to_empty`; parameters stay as they are."""
+def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
+    """Give a model from `build_on_meta` memory. Parameters are undefined until weights are loaded; what no
+    file holds (rotary frequencies) is computed."""
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty gave tied tensors memory of their own
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers' own mark for "do not touch"
     model.initialize_weights()

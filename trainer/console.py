@@ -40,7 +40,7 @@ class Console:
         self._rows = 0
 
     def say(self, text: str) -> None:
-        self._rich.print(text, highlight=False, markup=False)
+        self._rich.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, name: str, timings: dict[str, float], key: str, total: int | None = None) -> Iterator[Callable[[], None]]:

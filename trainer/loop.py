@@ -46,6 +46,11 @@ class Scored:
     text: str
     result: RewardResult
 
+    @property
+    def counts(self) -> bool:
+        """An answer that was aborted or could not be scored is no evidence of anything."""
+        return not self.result.failed and self.sample.finish_reason != "abort"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -151,9 +156,8 @@ class Trainer:
         """Pack the samples and add log-probs of the training engine (and the reference)."""
         batch = build_batch([each.sample for each in scored])
         batch.tokens["response_mask"] = batch.tokens["loss_mask"].clone()
-        # A sample that was aborted or could not be scored is no evidence of anything: it teaches nothing.
         for row, each in enumerate(scored):
-            if each.result.failed or each.sample.finish_reason == "abort":
+            if not each.counts:
                 batch.tokens["loss_mask"][batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
         with self._phase("old log-probs", "old_log_prob"):
             metrics = self.policy.score(batch, self.plan.score, self.plan.score_reference)
@@ -168,7 +172,7 @@ class Trainer:
 
     def compute_advantages(self, batch: TrainBatch, scored: list[Scored]) -> Metrics:
         with self._phase("advantages", "adv"):
-            scores = [None if each.result.failed else each.result.score for each in scored]
+            scores = [each.result.score if each.counts else None for each in scored]
             samples = AdvantageInput.from_batch(batch, scores, [each.item.uid for each in scored])
             result = compute_advantages(self.config.algorithm.adv_estimator, samples, self.plan.advantage)
             batch.tokens["advantages"] = result.advantages_T

@@ -21,7 +21,7 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 def response_metrics(scored: Sequence) -> Metrics:
     """Lengths, end reasons and rewards of a step's samples (`trainer.loop.Scored`), also per tag."""
     alive = [each for each in scored if each.sample.finish_reason != "abort"]
-    valid = [each for each in alive if not each.result.failed]
+    valid = [each for each in scored if each.counts]
     metrics: Metrics = {
         "response/aborted_ratio": Metric("mean", len(scored) - len(alive), len(scored)),
         "actor/samples_total": Metric("count", len(scored)),

@@ -19,7 +19,7 @@ from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
 from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import build_mesh, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
-from engines.hf_model import build_on_meta, dtype_of, initialize_buffers, packed_log_probs
+from engines.hf_model import build_on_meta, dtype_of, materialize, packed_log_probs
 from engines.metric import Metric, Metrics, merge
 from engines.microbatch import split
 from engines.spec import FsdpSpec, TrainEngineSpec
@@ -49,8 +49,7 @@ class FsdpEngine(TrainEngine):
         if spec.model.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         shard(self.model, self.mesh, self.backend)
-        self.model.to_empty(device="cpu" if self.backend.offload_policy else self.device)
-        initialize_buffers(self.model)
+        materialize(self.model, "cpu" if self.backend.offload_policy else self.device)
         for buffer in self.model.buffers():  # FSDP offloads parameters only
             buffer.data = buffer.to(self.device)
         self.optimizer = ShardedAdamW(self.model, spec.optim, self._shard_group) if spec.optim else None

@@ -81,7 +81,7 @@ class Decoder:
                 self._extend(0, self._decode())
                 yield from self._retire(version)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _admit(self) -> Tensor | None:
         """Start samples while rows are free; returns the logits [R, V] of their first tokens."""
         logits = []
@@ -128,7 +128,7 @@ class Decoder:
             cut = slice(bounds[b], bounds[b + 1])
             item.prefix = _Prefix([(k[cut], v[cut]) for k, v in attend.layers], logits_1BV[0, b])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _decode(self) -> Tensor:
         """Feed every row its last token; returns the logits [R, V] of the next ones."""
         positions = [len(row.prompt.token_ids) + len(row.response) - 1 for row in self.rows]
@@ -140,7 +140,7 @@ class Decoder:
             attend=self.cache.at(positions),
         ).logits[:, 0]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _extend(self, first: int, logits_RV: Tensor) -> None:
         """Append one sampled token to every row from `first` on."""
         rows = self.rows[first:]
@@ -169,7 +169,7 @@ class Decoder:
         gaps = [i for i in reasons if i < left]
         tail = [i for i in range(left, len(self.rows)) if i not in reasons]
         if gaps:
-            with torch.inference_mode():
+            with torch.no_grad():
                 self.cache.move(tail, gaps)
             for gap, i in zip(gaps, tail, strict=True):
                 self.rows[gap] = self.rows[i]

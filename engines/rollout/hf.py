@@ -14,8 +14,8 @@ from engines.hf_model import (
     build_on_meta,
     disk_layout,
     dtype_of,
-    initialize_buffers,
     is_ignorable,
+    materialize,
     packed_log_probs,
     report_names,
     tied_names,
@@ -41,8 +41,7 @@ class HfRolloutEngine(RolloutEngine):
         module = get_device(spec.device).module
         self.device = torch.device("cpu" if module is None else f"{spec.device}:{module.current_device()}")
         self.model = build_on_meta(spec.model, dtype_of(spec.dtype, "rollout.dtype")).eval().requires_grad_(False)
-        self.model.to_empty(device=self.device)
-        initialize_buffers(self.model)
+        materialize(self.model, self.device)
         self.max_length = spec.max_model_len or self.model.config.max_position_embeddings
         self._asleep = False
 
@@ -99,7 +98,7 @@ class HfRolloutEngine(RolloutEngine):
             )
         self.version = version
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         self._check_ready()
         scores: list[list[float]] = []

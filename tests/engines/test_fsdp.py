@@ -233,6 +233,13 @@ def test_export_equals_the_file_and_leaves_out_the_tied_head(models, kind, monke
     assert ("lm_head.weight" in exported) == (not kind.endswith("tied"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_has_one_place_in_the_optimizer(models, kind):
+    engine = loaded_engine(models[kind])
+    sizes = [p.numel() for group in engine.optimizer.adamw.param_groups for p in group["params"]]
+    assert sum(sizes) == sum(t.numel() for t in load_file(models[kind] / "model.safetensors").values())
+
+
 def test_export_is_in_the_compute_dtype(models):
     engine = loaded_engine(models["llama"], param_dtype="bfloat16")
     source = load_file(models["llama"] / "model.safetensors")

@@ -131,8 +131,8 @@ def tokens(view: Inspection) -> None:
                 "batch.tokens",
                 key,
                 f"{key.rpartition('.')[2]}={budget} x {name} {factor} = {budget * factor} tokens; "
-                f"data.max_prompt_length={data.max_prompt_length} + data.max_response_length={data.max_response_length} "
-                f"= {view.max_length}",
+                f"data.max_prompt_length={data.max_prompt_length} + "
+                f"data.max_response_length={data.max_response_length} = {view.max_length}",
                 "a micro-batch holds at least one full sample",
                 f"{key}={math.ceil(view.max_length / factor)}",
             )

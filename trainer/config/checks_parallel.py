@@ -55,7 +55,8 @@ def expert(view: Inspection) -> None:
     view.error(
         "par.expert",
         f"{MEGATRON}.expert_model_parallel_size",
-        f"world {world} = {facts['nnodes']} x {facts['per_node']}; {shown} x ep {facts['ep']} x pp {facts['pp']} = {product}",
+        f"world {world} = {facts['nnodes']} x {facts['per_node']}; "
+        f"{shown} x ep {facts['ep']} x pp {facts['pp']} = {product}",
         "etp x ep x pp divides world",
         fix,
     )

@@ -20,7 +20,9 @@ def check(view: Inspection) -> None:
 
 
 def pool(view: Inspection) -> None:
-    hybrid, nnodes = view.config.actor_rollout_ref.hybrid_engine, view.rollout.nnodes
+    """Who owns the devices decides how weights travel."""
+    together = view.config.trainer.v1.trainer_mode != "separate_async"
+    hybrid, nnodes = view.config.actor_rollout_ref.hybrid_engine and together, view.rollout.nnodes
     backend = view.rollout.checkpoint_engine.backend
     if hybrid and nnodes > 0:
         view.error(
@@ -202,7 +204,8 @@ def replay(view: Inspection) -> None:
         view.error(
             "replay.r3",
             f"{ACTOR}.router_replay.mode",
-            f"mode=R3, rollout.enable_rollout_routing_replay=False{view.where(flag)}, {rollout_version(view.rollout.name)}",
+            f"mode=R3, rollout.enable_rollout_routing_replay=False{view.where(flag)}, "
+            f"{rollout_version(view.rollout.name)}",
             "the rollout returns the routes that R3 replays",
             f"{flag}=True   (or mode=R2)",
         )

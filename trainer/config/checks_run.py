@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.config.inspection import ACTOR, Inspection
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
-LOGGER_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab"}
+LOGGER_PACKAGES = {"tensorboard": "tensorboard"}
 # MindSpeed arguments: they mean nothing to Megatron-Core without an NPU.
 NPU_FLAGS = (
     "use_flash_attn",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.errors import ConfigError
+from trainer.config.inherit import deep_merge
 from trainer.config.legacy import Item
 from trainer.config.overrides import Overrides
+from trainer.config.patterns import covering
 from trainer.config.schema import ENGINES, leaves
 from trainer.config.values import plain
 
@@ -30,6 +33,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
+@cache
 def register() -> None:
     """Store the root node and one option per engine and role. Defaults come from the dataclasses."""
     store = ConfigStore.instance()
@@ -54,78 +58,94 @@ def _in_role(key: str) -> bool:
     return key == "model_engine" or any(key.startswith(section + ".") for section in ROLES.values())
 
 
-def compose_tree(overrides: Overrides) -> dict[str, Any]:
-    """Flat key -> resolved, uncoerced value. Failures of single items are collected in `overrides.errors`."""
+@cache
+def defaults(engine: str) -> dict[str, Any]:
+    """The tree with this engine and nothing else given, as Hydra composes it. Copy before use."""
     register()
     with initialize(version_base="1.3", config_path=None):
-        tree = _compose(overrides)
-    OmegaConf.set_struct(tree, False)
-    _drop_unresolvable(tree, overrides)
-    container = OmegaConf.to_container(tree, resolve=True)
-    return {key: _get(container, key) for key in leaves(overrides.engine)}
+        tree = compose("trainer", overrides=[f"model_engine={engine}"])
+    container = OmegaConf.to_container(tree)
+    assert isinstance(container, dict)
+    return container
 
 
-def _compose(overrides: Overrides) -> DictConfig:
-    texts = [text for text in overrides.texts() if not text.startswith("model_engine=")]
-    texts.append(f"model_engine={overrides.engine}")
-    try:
-        return compose("trainer", overrides=texts)
-    except (HydraException, OmegaConfBaseException):
-        return _compose_one_by_one(overrides)
+def compose_tree(overrides: Overrides) -> dict[str, Any]:
+    """Flat key -> resolved, uncoerced value. Items that cannot be applied are dropped with an error.
 
-
-def _compose_one_by_one(overrides: Overrides) -> DictConfig:
-    """Find the items that Hydra cannot merge (a `~key` that is not there, a key below a scalar)."""
-    kept: list[Item] = []
-    candidates, overrides.items = overrides.items, kept
-    tree = compose("trainer", overrides=[f"model_engine={overrides.engine}"])
-    for item in candidates:
-        kept.append(item)
+    Hydra parsed every item and composed the defaults; applying the items here instead of in Hydra tells
+    exactly which of them fails, and costs milliseconds instead of a second composition.
+    """
+    tree = copy.deepcopy(defaults(overrides.engine))
+    tree["model_engine"] = overrides.engine
+    known, applied = leaves(overrides.engine), []
+    for item in overrides.items:
+        name = covering(item.key, known)
         try:
-            texts = [text for text in overrides.texts() if not text.startswith("model_engine=")]
-            tree = compose("trainer", overrides=[*texts, f"model_engine={overrides.engine}"])
-        except (HydraException, OmegaConfBaseException) as error:
-            kept.pop()
-            reason = str(error.__cause__ or error).split("\n")[0]
+            if item.key != "model_engine":
+                _apply(tree, item, merge=name is not None and known[name].is_open)
+            applied.append(item)
+        except (KeyError, TypeError):
             sign = "~" if item.delete else ""
+            got = f"{sign}{item.key}: " + ("it is not there" if item.delete else "a part of this key is not a dict")
             overrides.errors.append(
-                ConfigError(
-                    "arg.syntax",
-                    item.key,
-                    f"{sign}{item.key}: {reason}",
-                    "a key that can be changed",
-                    "remove it",
-                    item.position,
-                )
+                ConfigError("arg.syntax", item.key, got, "a key that can be changed", "remove it", item.position)
             )
-    return tree
+    overrides.items = applied
+    if any("${" in item.text for item in applied):
+        tree = _resolved(tree, overrides)
+    return {key: _get(tree, key) for key in known}
 
 
-def _drop_unresolvable(tree: DictConfig, overrides: Overrides) -> None:
-    """Report `${...}` that lead nowhere, with the key that holds them, and null them."""
+def _apply(tree: dict[str, Any], item: Item, merge: bool) -> None:
+    """Set, merge or delete one key. Raises KeyError or TypeError where the path does not lead to a dict."""
+    *path, leaf = item.key.split(".")
+    node = tree
+    for part in path:
+        if part not in node and item.delete:
+            raise KeyError(part)
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise TypeError(part)
+    if item.delete:
+        del node[leaf]
+    elif merge and isinstance(item.value, dict) and isinstance(node.get(leaf), dict):
+        node[leaf] = deep_merge(node[leaf], item.value)
+    else:
+        node[leaf] = copy.deepcopy(item.value)
+
+
+def _resolved(tree: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Replace `${...}`; those that lead nowhere are reported with the key that holds them, and dropped."""
+    config = OmegaConf.create(tree)
     for item in overrides.items:
         if "${" not in item.text or item.delete:
             continue
         try:
-            selected = OmegaConf.select(tree, item.key)
-            OmegaConf.to_container(selected, resolve=True) if OmegaConf.is_config(selected) else None
+            selected = OmegaConf.select(config, item.key)
+            if OmegaConf.is_config(selected):
+                OmegaConf.to_container(selected, resolve=True)
         except OmegaConfBaseException as error:
             reason = str(error).split("\n")[0]
+            fix = f"export the variable, or give a default: '{item.key}=${{oc.env:NAME,default}}'"
             overrides.errors.append(
                 ConfigError(
                     "value.interpolation",
                     item.key,
                     f"{item.text}: {reason}",
                     "a variable or key that exists",
-                    f"export the variable, or give a default: '{item.key}=${{oc.env:NAME,default}}'",
+                    fix,
                     item.position,
                 )
             )
-            OmegaConf.update(tree, item.key, None, force_add=True)
+            default = leaves(overrides.engine).get(item.key)
+            OmegaConf.update(config, item.key, plain(default.default) if default is not None else None)
+    resolved = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(resolved, dict)
+    return resolved
 
 
-def _get(container: dict[str, Any], key: str) -> Any:
-    node: Any = container
+def _get(tree: dict[str, Any], key: str) -> Any:
+    node: Any = tree
     for part in key.split("."):
         node = node[part]
     return node

@@ -11,6 +11,7 @@ from trainer.config.values import to_text
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
+OVERLONG = "reward.reward_kwargs"
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,11 @@ LOWER_BOUNDS = {
 
 
 def combine(items: list[Item], default_upper: dict[str, Any]) -> tuple[list[Item], list[str]]:
-    """Old pairs that became one value: (lower, upper) thresholds become the text "low_high", and ROLL's
-    dual_clip_loss uses its own pg_clip. Returns the new items and one notice per change."""
+    """Old groups of keys that became one value; returns the new items and one notice per change.
+
+    (lower, upper) thresholds become the text "low_high"; ROLL's dual_clip_loss uses its own pg_clip; the
+    oldest overlong buffer had no max_resp_len: it used the response length.
+    """
     by_key, notices = {item.key: item for item in items}, []
     for lower_key, upper_key in LOWER_BOUNDS.items():
         lower = by_key.pop(lower_key, None)
@@ -143,6 +147,16 @@ def combine(items: list[Item], default_upper: dict[str, Any]) -> tuple[list[Item
         by_key[upper_key] = replace(
             lower, key=upper_key, value=value, text=to_text(value), origin=f"legacy of {lower_key} ({lower.origin})"
         )
+    buffer, longest = by_key.get(f"{OVERLONG}.overlong_buffer_cfg.enable"), f"{OVERLONG}.max_resp_len"
+    if (
+        buffer is not None
+        and buffer.value is True
+        and "overlong_buffer.enable" in buffer.origin
+        and longest not in by_key
+    ):
+        notices.append(f"{longest}: taken from data.max_response_length, as with the old reward_model.overlong_buffer")
+        reference = "${data.max_response_length}"
+        by_key[longest] = replace(buffer, key=longest, text=reference, value=reference)
     dual, clip = by_key.get(f"{ACTOR}.clip_ratio_c"), by_key.get(f"{ACTOR}.clip_ratio")
     if dual is not None and clip is not None and "dual_clip_loss" in dual.origin and dual.value is not None:
         value = 1 + 2 * float(clip.value)

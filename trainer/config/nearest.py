@@ -61,7 +61,7 @@ def other_engine(key: str, engine: str) -> str | None:
         return None
     parts = key.split(".")
     swapped = [
-        ".".join(parts[:i] + [COUNTERPARTS[part]] + parts[i + 1 :])
+        ".".join([*parts[:i], COUNTERPARTS[part], *parts[i + 1 :]])
         for i, part in enumerate(parts)
         if part in COUNTERPARTS
     ]

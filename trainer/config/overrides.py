@@ -180,7 +180,8 @@ def _unknown(item: Item, engine: str) -> ConfigError:
     other = other_engine(item.key, engine)
     got = f"a key that does not exist; value {item.text}"
     if other is not None:
-        expected, fix = other, "remove it, or change model_engine"
+        missing = "megatron" if engine == "fsdp" else "fsdp"
+        expected, fix = other, f"model_engine={missing}   (or remove it)"
         twin = other.partition(f"{engine}: ")[2]
         if twin:
             fix = f"{item.key.rpartition('.')[0]}.{twin}={item.text}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 
 def expand(pattern: str) -> Iterator[str]:
@@ -21,7 +21,10 @@ def expand_all(patterns: Iterable[str]) -> Iterator[str]:
         yield from expand(pattern)
 
 
-def covering(key: str, names: Iterable[str]) -> str | None:
+def covering(key: str, names: Container[str]) -> str | None:
     """The longest name that is `key` or one of its sections."""
-    found = [name for name in names if key == name or key.startswith(name + ".")]
-    return max(found, key=len, default=None)
+    while key not in names:
+        key, dot, _ = key.rpartition(".")
+        if not dot:
+            return None
+    return key

@@ -13,6 +13,7 @@ MEGATRON_SECTIONS = "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.mega
 PROFILERS = "{actor_rollout_ref.actor,actor_rollout_ref.ref,actor_rollout_ref.rollout,critic}.profiler"
 MODELS = "{actor_rollout_ref,critic}.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+NO_SHELL = "no shell command is run from a configuration"
 
 # pattern -> why it has no effect
 IGNORED = {
@@ -26,8 +27,9 @@ IGNORED = {
     "{actor_rollout_ref.ref,critic}.megatron.router_replay": "reference and critic never replay routes",
     "actor_rollout_ref.ref.router_replay": "the reference never replays routes",
     MEGATRON_SECTIONS + ".vanilla_mbridge": "there is one bridge",
-    "{actor_rollout_ref.actor,critic}.optim.use_checkpoint_opt_param_scheduler": "a resume always goes on in the schedule",
-    "critic.{forward_max_token_len_per_gpu,forward_micro_batch_size_per_gpu,forward_micro_batch_size}": "nothing reads it",
+    "{actor_rollout_ref.actor,critic}.optim.use_checkpoint_opt_param_scheduler": "a resume goes on in the schedule",
+    "critic.{forward_max_token_len_per_gpu,forward_micro_batch_size_per_gpu}": "nothing reads it",
+    "critic.forward_micro_batch_size": "nothing reads it",
     ROLLOUT + ".mode": "generation is always asynchronous",
     ROLLOUT + ".{disable_log_stats,layered_summon,skip_tokenizer_init,multi_stage_wake_up}": "nothing reads it",
     ROLLOUT + ".{over_sample_rate,moe_tensor_parallel_size}": "nothing reads it",
@@ -37,9 +39,8 @@ IGNORED = {
     ROLLOUT + ".{mtp,qat}": "follows the model's section",
     "trainer.{use_v1,v1.sync,v1.separate_async.hybrid_rollout}": "there is one trainer",
     "trainer.v1.sampler.{sync_refill_failed_groups,custom_sampler,sampler_kwargs}": "there is one sampler",
-    "global_profiler.{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": "no shell command is run from a configuration",
-    PROFILERS
-    + ".{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": "no shell command is run from a configuration",
+    "global_profiler.{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": NO_SHELL,
+    PROFILERS + ".{relocate_results,finish_hook_cmd,finish_hook_all_ranks,finish_hook_ranks}": NO_SHELL,
 }
 
 
@@ -110,10 +111,13 @@ REFUSED = {
     "trainer.del_local_ckpt_after_load": Refusal("a checkpoint is never deleted by reading it", passes=(False,)),
 }
 PER_GPU_FIX = {
-    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
-    "actor_rollout_ref.ref.log_prob_micro_batch_size": "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    key: f"{key}_per_gpu"
+    for key in (
+        "actor_rollout_ref.actor.ppo_micro_batch_size",
+        "critic.ppo_micro_batch_size",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size",
+    )
 }
 
 

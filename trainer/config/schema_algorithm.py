@@ -36,7 +36,7 @@ class FilterGroups:
 @dataclass(frozen=True)
 class RolloutCorrection:
     rollout_is: Literal["token", "sequence", "geometric", "segment"] | None = None  # importance weights
-    rollout_is_threshold: float | str = 2.0  # upper bound, or text "low_high"
+    rollout_is_threshold: float | str | None = 2.0  # upper bound, or text "low_high"
     rollout_is_batch_normalize: bool = False  # mean weight 1
     rollout_rs: str | None = None  # rejection rules, comma-joined
     rollout_rs_threshold: float | str | None = None  # bounds, comma-joined

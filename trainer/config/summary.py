@@ -12,10 +12,10 @@ def size_summary(loaded: Loaded) -> str:
     """Devices, batch arithmetic, token counts, model size, and every key that is not at its default."""
     config, derived = loaded.config, loaded.config.derived
     data, rollout = config.data, config.actor_rollout_ref.rollout
-    steps = derived.total_training_steps
+    steps, layout = derived.total_training_steps, derived.formulas["dp"].partition(": ")[2]
     lines = [
         f"configuration {fingerprint(config)}: no error",
-        f"engine        {config.model_engine} on {derived.device}; {derived.formulas['dp'].partition(': ')[2]}; dp {derived.dp}",
+        f"engine        {config.model_engine} on {derived.device}; {layout}; dp {derived.dp}",
         f"rollout       {rollout.name}, {derived.rollout_replicas} replicas on {derived.rollout_world_size} ranks",
         f"step          {data.train_batch_size} prompts x {rollout.n} = {derived.sequences_per_train_batch} samples, "
         f"{derived.optimizer_steps_per_train_step} optimizer steps",

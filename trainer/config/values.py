@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 REQUIRED: Any = "???"  # OmegaConf's mark for a value that must be given
+UNIONS = (types.UnionType, typing.Union)
 INTEGER = re.compile(r"[+-]?\d+")
 TRUE, FALSE = ("true", "on", "yes", "y"), ("false", "off", "no", "n")
 # Other spellings of a choice, tried only where the value itself is not one of the choices.
@@ -61,7 +62,7 @@ class BadValue(Exception):
 
 def coerce(value: Any, annotation: Any) -> Any:
     """The value in the declared type. Raises BadValue."""
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in UNIONS:
         return _union(value, typing.get_args(annotation))
     origin = typing.get_origin(annotation)
     if origin is Literal:
@@ -79,7 +80,7 @@ def coerce(value: Any, annotation: Any) -> Any:
 
 def describe(annotation: Any) -> str:
     """A type for people: `whole number or null`."""
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in UNIONS:
         return " or ".join(describe(arg) for arg in typing.get_args(annotation))
     origin = typing.get_origin(annotation)
     if origin is Literal:

@@ -60,7 +60,7 @@ class PromptSource:
         max_reported_errors: int = 20,
     ) -> None:
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.encoder = encoder
+        self.encoder, self.loaded = encoder, rows
         self.rows: list[Row] = []
         self.overlong: Counter[str] = Counter()  # dropped rows per tag
         self.epoch = 0  # epoch of the next prompt, from 0

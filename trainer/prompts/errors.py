@@ -58,5 +58,7 @@ def shorten(text: str) -> str:
 
 
 def kind(value: object) -> str:
-    """How a value is called in messages: its type, or `null`."""
-    return "null" if value is None else type(value).__name__
+    """How a value is called in messages: its type (a subclass of float is a float), or `null`."""
+    if value is None:
+        return "null"
+    return "float" if isinstance(value, float) else type(value).__name__

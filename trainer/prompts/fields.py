@@ -181,8 +181,8 @@ def parse_difficulty(record: dict[str, Any]) -> tuple[float | None, str]:
     return (float(text) if number else None), text
 
 
-def parse_tag(record: dict[str, Any], reward_fn_key: str) -> str:
-    name = "tag" if "tag" in record or reward_fn_key not in record else reward_fn_key
+def parse_tag(record: dict[str, Any], reward_fn_key: str, parquet: bool) -> str:
+    name = "tag" if "tag" in record or not (parquet or reward_fn_key in record) else reward_fn_key
     value = record.get(name)
     if name in record and value is None:
         raise FieldProblem("D10", name, "null", "string", "Add the field")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from trainer.prompts.errors import FieldProblem, Problems
+from trainer.prompts.errors import FieldProblem, Problems, kind
 
 BOM = b"\xef\xbb\xbf"
 GOLD_COLUMNS = {"ground_truth", "test_cases", "instruction_id_list"}
@@ -38,7 +38,7 @@ class FileFacts:
 
     def note(self, record: dict[str, Any]) -> None:
         for name, value in record.items():
-            self.columns.setdefault(name, Counter())[_type_name(value)] += 1
+            self.columns.setdefault(name, Counter())[kind(value)] += 1
 
 
 class SourceFloat(float):
@@ -106,8 +106,7 @@ def _decode(line: bytes, offset: int) -> dict[str, Any]:
         got = f"{error.msg} at column {error.colno}"
         raise FieldProblem("D05", None, got, "one JSON object a line", "Mend or delete the line") from None
     if not isinstance(record, dict):
-        got = "null" if record is None else _type_name(record)
-        raise FieldProblem("D06", None, got, "object", "Wrap the values in field names")
+        raise FieldProblem("D06", None, kind(record), "object", "Wrap the values in field names")
     return record
 
 
@@ -193,9 +192,3 @@ def fingerprint(facts: FileFacts) -> None:
     facts.size = facts.path.stat().st_size
     with facts.path.open("rb") as stream:
         facts.sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _type_name(value: Any) -> str:
-    if value is None:
-        return "null"
-    return "float" if isinstance(value, float) else type(value).__name__

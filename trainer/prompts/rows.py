@@ -214,7 +214,7 @@ class _Reader:
                 self.problems.add(problem, facts.name, line)
                 return None
 
-        tag = check(fields.parse_tag, record, self.reward_fn_key)
+        tag = check(fields.parse_tag, record, self.reward_fn_key, parquet)
         domain = None if tag is None else check(self._domain, facts.name, tag, record.get("domain"))
         needs = None if self.custom_reward else domain
         row_id = check(fields.parse_id, record, line, facts.name, parquet, self.missing_id)
