@@ -26,18 +26,14 @@ class LoadReport:
 
 
 def load_units(units: list[Unit], live: Mapping[str, Tensor], checkpoint: HfCheckpoint, part: int) -> LoadReport:
-    """Write every live tensor exactly once. Each is NaN before, none may be after: a part that no block
-    wrote cannot keep an old value. One tensor at a time, while it is in the processor's cache."""
-    start, before, roundings = time.perf_counter(), checkpoint.bytes_read, []
-    unwritten, spoilt = set(live), []
+    """Write every live tensor exactly once. ValueError naming all that hold NaN afterwards."""
+    start, before, rounding, spoilt = time.perf_counter(), checkpoint.bytes_read, Rounding(), []
+    unwritten = set(live)
     for unit in sorted(units, key=lambda unit: checkpoint.place(next(iter(unit.hf)))):
         for placed in unit.placed:
-            name, target = placed.live.name, live[placed.live.name]
-            unwritten.remove(name)
-            target.fill_(float("nan"))
-            roundings += write(placed, list(unit.hf), target, checkpoint, part)
-            if has_nan(target):
-                spoilt.append(f"{name}: holds NaN")
+            unwritten.remove(placed.live.name)
+            if not write(placed, list(unit.hf), live[placed.live.name], checkpoint, part, rounding):
+                spoilt.append(f"{placed.live.name}: holds NaN")
     assert not unwritten, f"in no unit of this stage: {sorted(unwritten)}"
     raise_all(
         spoilt,
@@ -45,25 +41,38 @@ def load_units(units: list[Unit], live: Mapping[str, Tensor], checkpoint: HfChec
         "finite weights in the file",
         "use another checkpoint",
     )
-    rounding = max(roundings, key=lambda pair: pair[1], default=None)
-    return LoadReport(checkpoint.bytes_read - before, time.perf_counter() - start, rounding)
+    return LoadReport(checkpoint.bytes_read - before, time.perf_counter() - start, rounding.largest)
 
 
-def write(placed: Placed, hf: list[str], live: Tensor, checkpoint: HfCheckpoint, part: int) -> list[tuple[str, float]]:
-    """Copy the blocks of one live tensor in, casting to its dtype; returns the roundings."""
-    roundings, filled = [], 0
+class Rounding:
+    """The largest difference between a value of the file and the same value in a narrower live dtype."""
+
+    def __init__(self) -> None:
+        self.largest: tuple[str, float] | None = None
+
+    def note(self, name: str, source: Tensor, target: Tensor) -> None:
+        if source.dtype.itemsize > target.dtype.itemsize:
+            difference = float((source - target.to(source.device, source.dtype)).abs().max())
+            if self.largest is None or difference > self.largest[1]:
+                self.largest = (name, difference)
+
+
+def write(placed: Placed, hf: list[str], live: Tensor, checkpoint: HfCheckpoint, part: int, rounding: Rounding) -> bool:
+    """Copy the blocks of one live tensor in, casting to its dtype; False if it holds NaN afterwards.
+
+    It is filled with NaN first: a part that no block writes cannot keep an old value.
+    """
+    filled = 0
+    live.fill_(float("nan"))
     for block in placed.blocks(part):
         rows = slice(block.hf_start, block.hf_start + block.length)
-        source = checkpoint.read(hf[block.source], (*[slice(None)] * block.dim, rows))
-        target = block.of_live(live)
+        source, target = checkpoint.read(hf[block.source], (*[slice(None)] * block.dim, rows)), block.of_live(live)
         target.copy_(source)
-        filled = max(filled, block.live_start + block.length)
-        if source.dtype.itemsize > live.dtype.itemsize:
-            difference = (source - target.to(source.device, source.dtype)).abs().max()
-            roundings.append((hf[block.source], float(difference)))
+        filled = block.live_start + block.length
+        rounding.note(hf[block.source], source, target)
     if placed.op.pads:
         live[filled:].zero_()  # rows of the vocabulary padding
-    return roundings
+    return not has_nan(live)
 
 
 def check_tied_head(checkpoint: HfCheckpoint, embedding: str) -> None:

@@ -229,7 +229,7 @@ def _uncovered(unit: Unit) -> list[str]:
             blocks = placed.blocks(part)
             for block in blocks:
                 size = unit.hf[names[block.source]][block.dim]
-                count = marks.setdefault((block.source, block.dim), torch.zeros(size, dtype=torch.int32))
+                count = marks.setdefault((block.source, block.dim), torch.zeros(size, dtype=torch.int32, device="cpu"))
                 count[block.hf_start : block.hf_start + block.length] += 1
             filled, rows = sum(block.length for block in blocks), placed.live.shape[placed.op.dim or 0]
             assert filled == rows or placed.op.pads, f"{placed.live.name}: {filled} of {rows} rows have a source"

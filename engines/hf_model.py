@@ -107,6 +107,9 @@ def build_on_meta(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             read_config(spec), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
         )
+    # torch withholds the gradient of the row named pad_token_id. Nothing is padded here, and that token may be a
+    # real one (often the end token): it learns like every other, as it does in Megatron.
+    model.get_input_embeddings().padding_idx = None
     return model
 
 

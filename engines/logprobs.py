@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Float32 elements of one chunk (16 MiB): large enough for full speed, small enough to be forgotten.
-_CHUNK_ELEMENTS = 2**22
+# Float32 elements of one chunk: 4 MiB on the host, where more would leave the cache, 64 MiB elsewhere.
+_CHUNK_ELEMENTS = {"cpu": 2**20}
+_CHUNK_ELEMENTS_ELSEWHERE = 2**24
 
 
 def next_token_labels(input_ids_T: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -60,7 +61,8 @@ def token_log_probs(
     assert labels_T.shape == (rows,), f"labels have shape {tuple(labels_T.shape)}, logits have {rows} rows"
     first = rank * local
     valid = min(max(vocab_size - first, 0), local)
-    chunk = chunk or max(1, _CHUNK_ELEMENTS // local)
+    elements = _CHUNK_ELEMENTS.get(logits_TV_local.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
+    chunk = min(chunk or max(1, elements // local), rows)
     log_probs_T, entropy_T = _TokenLogProbs.apply(
         logits_TV_local, labels_T - first, 1.0 / temperature, group if size > 1 else None, valid, entropy, chunk
     )
@@ -81,29 +83,46 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs_T = target_T - log_sum_T
         entropy_T = log_sum_T - weighted_T / sum_T
         ctx.save_for_backward(logits_TV, columns_T, owned_T, max_T + log_sum_T, entropy_T)
-        ctx.settings = inverse_temperature, valid, entropy, chunk
-        if not entropy:
-            ctx.mark_non_differentiable(entropy_T)
+        ctx.settings = inverse_temperature, valid, chunk
+        ctx.set_materialize_grads(False)  # tells an entropy without gradient, which costs less
         return log_probs_T, entropy_T
 
     @staticmethod
     def backward(ctx, grad_T, grad_entropy_T):
         logits_TV, columns_T, owned_T, lse_T, entropy_T = ctx.saved_tensors
-        inverse_temperature, valid, entropy, chunk = ctx.settings
+        inverse_temperature, valid, chunk = ctx.settings
+        if grad_T is None:
+            grad_T = torch.zeros_like(lse_T)
         grad_TV = torch.empty_like(logits_TV)
         grad_TV[:, valid:] = 0
-        for start in range(0, logits_TV.shape[0] if valid else 0, chunk):
-            rows = slice(start, start + chunk)
-            log_p_CV = _scaled(logits_TV[rows, :valid], inverse_temperature).sub_(lse_T[rows, None])
+        work = _Workspace(logits_TV, valid, chunk, inverse_temperature)
+        for rows in work.chunks:
+            log_p_CV = work.scaled(rows).sub_(lse_T[rows, None])
             factor_C = -grad_T[rows, None]
-            if entropy:  # d/dz = p * (-g - g_entropy * (log p + entropy)) + g * onehot
+            if grad_entropy_T is None:
+                grad_CV = log_p_CV.exp_().mul_(factor_C)
+            else:  # d/dz = p * (-g - g_entropy * (log p + entropy)) + g * onehot
                 weight_CV = (log_p_CV + entropy_T[rows, None]).mul_(-grad_entropy_T[rows, None]).add_(factor_C)
                 grad_CV = log_p_CV.exp_().mul_(weight_CV)
-            else:
-                grad_CV = log_p_CV.exp_().mul_(factor_C)
             grad_CV.scatter_add_(1, columns_T[rows, None], (grad_T * owned_T)[rows, None])
             grad_TV[rows, :valid] = grad_CV.mul_(inverse_temperature)
         return grad_TV, None, None, None, None, None, None
+
+
+class _Workspace:
+    """One float32 buffer for all chunks of a pass: fresh pages for each would cost more than the arithmetic."""
+
+    def __init__(self, logits_TV: Tensor, valid: int, chunk: int, inverse_temperature: float):
+        self._logits_TV = logits_TV[:, :valid]
+        self._inverse_temperature = inverse_temperature
+        self._buffer_CV = torch.empty(chunk, valid, dtype=torch.float32, device=logits_TV.device)
+        rows = logits_TV.shape[0] if valid else 0
+        self.chunks = [slice(start, min(start + chunk, rows)) for start in range(0, rows, chunk or 1)]
+
+    def scaled(self, rows: slice) -> Tensor:
+        """logits / temperature of these rows, valid until the next call."""
+        z_CV = self._buffer_CV[: rows.stop - rows.start]
+        return z_CV.copy_(self._logits_TV[rows]).mul_(self._inverse_temperature)
 
 
 def _local_sums(
@@ -120,9 +139,9 @@ def _local_sums(
     # The smallest float, not -inf, for a rank of padding only: differences with it must not become NaN.
     max_T = torch.full((rows,), torch.finfo(torch.float32).min, device=logits_TV.device)
     sums_3T = torch.zeros(3, rows, device=logits_TV.device)
-    for start in range(0, rows if valid else 0, chunk):
-        part = slice(start, start + chunk)
-        z_CV = _scaled(logits_TV[part, :valid], inverse_temperature)
+    work = _Workspace(logits_TV, valid, chunk, inverse_temperature)
+    for part in work.chunks:
+        z_CV = work.scaled(part)
         max_T[part] = z_CV.amax(1)
         z_CV.sub_(max_T[part, None])
         sums_3T[2, part] = z_CV.gather(1, columns_T[part, None]).squeeze(1)
@@ -147,8 +166,3 @@ def _reduce(local_max_T: Tensor, sums_3T: Tensor, owned_T: Tensor, group: dist.P
     )
     dist.all_reduce(moved_3T, group=group)
     return max_T, moved_3T
-
-
-def _scaled(logits_CV: Tensor, inverse_temperature: float) -> Tensor:
-    """A fresh float32 copy of logits / temperature."""
-    return logits_CV.to(torch.float32, copy=True).mul_(inverse_temperature)

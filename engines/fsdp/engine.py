@@ -17,7 +17,7 @@ from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.device import get_device
 from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
 from engines.fsdp.optimizer import ShardedAdamW
-from engines.fsdp.shard import build_mesh, reshard, shard
+from engines.fsdp.shard import build_mesh, frees_after_forward, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
 from engines.hf_model import build_on_meta, dtype_of, materialize, packed_log_probs
 from engines.metric import Metric, Metrics, merge
@@ -113,11 +113,11 @@ class FsdpEngine(TrainEngine):
         return merge(parts) | own
 
     def _keep_gathered(self, more: bool) -> None:
-        """With `reshard_after_forward` off, weights also stay gathered between micro-batches.
+        """Weights that are not dropped after forward also stay gathered between micro-batches.
 
         Gradients are always reduced per micro-batch: their memory stays that of one shard.
         """
-        if not self.backend.reshard_after_forward:
+        if not frees_after_forward(self.mesh, self.backend):
             self.model.set_reshard_after_backward(not more)
         self.model.set_is_last_backward(not more)
 

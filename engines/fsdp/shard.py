@@ -35,7 +35,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, spec: FsdpSpec) -> None:
     """Turn every parameter into a DTensor: one FSDP unit per decoder layer, one for the rest."""
     options = dict(
         mesh=mesh if mesh["replicate"].size() > 1 else mesh["shard"],
-        reshard_after_forward=spec.reshard_after_forward,
+        reshard_after_forward=frees_after_forward(mesh, spec),
         mp_policy=MixedPrecisionPolicy(
             param_dtype=dtype_of(spec.param_dtype, "mixed_precision.param_dtype"),
             reduce_dtype=dtype_of(spec.reduce_dtype, "mixed_precision.reduce_dtype"),
@@ -46,11 +46,19 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, spec: FsdpSpec) -> None:
     for layer in decoder_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)
+    if mesh.size() == 1:
+        return  # nothing is averaged, and a divide factor of 1 would cost a division of every gradient
     for unit in units(model):
         # The loss callable returns shares of the global value: gradients are summed over ranks, not averaged.
         unit.set_gradient_divide_factor(1.0)
         # gloo knows no pre-multiplied sum; with a factor of 1 plain sums are the same thing everywhere.
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def frees_after_forward(mesh: DeviceMesh, spec: FsdpSpec) -> bool:
+    """Whether gathered weights are dropped between forward and backward. A shard group of one rank has
+    nothing to gather: dropping would only repeat the cast to the compute dtype."""
+    return spec.reshard_after_forward and mesh["shard"].size() > 1
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

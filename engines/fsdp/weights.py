@@ -104,7 +104,8 @@ def _gather(
     ranks = dist.get_world_size(group)
     sharded = {name: tensor for name, tensor in bucket.items() if isinstance(tensor, DTensor)}
     sizes = {name: chunk_rows(t.shape[0], ranks) * t.shape[1:].numel() for name, t in sharded.items()}
-    send = torch.zeros(sum(sizes.values()), dtype=dtype, device=local(next(iter(bucket.values()))).device)
+    # Rows of padding stay undefined: they are cut off again below.
+    send = torch.empty(sum(sizes.values()), dtype=dtype, device=local(next(iter(bucket.values()))).device)
     for piece, tensor in zip(send.split(list(sizes.values())), sharded.values(), strict=True):
         own = tensor.to_local()
         piece[: own.numel()].copy_(own.flatten())

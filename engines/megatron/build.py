@@ -55,7 +55,9 @@ def read_hf_config(model: ModelSpec) -> dict[str, Any]:
     """
     path = Path(model.path) / "config.json"
     if not path.is_file():
-        raise ValueError(f"got model path {model.path} without config.json; expected a Hugging Face directory; set model.path")
+        raise ValueError(
+            f"got model path {model.path} without config.json; expected a Hugging Face directory; set model.path"
+        )
     hf = {**json.loads(path.read_text()), **model.override_config}
     if hf["model_type"] not in _FAMILIES:
         raise ValueError(
@@ -66,7 +68,7 @@ def read_hf_config(model: ModelSpec) -> dict[str, Any]:
         refused.append("hidden_act")
     if refused:
         raise ValueError(
-            f"got {hf['model_type']} with {({name: hf[name] for name in refused})}; expected these options off "
+            f"got {hf['model_type']} with { ({name: hf[name] for name in refused}) }; expected these options off "
             "(hidden_act silu): the Megatron layers do not compute them; use model_engine=fsdp"
         )
     return hf
@@ -197,14 +199,20 @@ def _check_splits(hf: dict[str, Any], backend: MegatronSpec, overrides: dict[str
     tp = backend.tensor_model_parallel_size
     for name in ("num_attention_heads", "intermediate_size"):
         if hf[name] % tp:
-            raise ValueError(f"got {name}={hf[name]} with TP {tp}; expected a multiple; lower tensor_model_parallel_size")
+            raise ValueError(
+                f"got {name}={hf[name]} with TP {tp}; expected a multiple; lower tensor_model_parallel_size"
+            )
     groups = hf["num_key_value_heads"]
     if groups % tp and tp % groups:
         raise ValueError(
             f"got {groups} key/value heads with TP {tp}; expected one to divide the other; change tensor_model_parallel_size"
         )
     stages = backend.pipeline_model_parallel_size * (backend.virtual_pipeline_model_parallel_size or 1)
-    uneven = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout")
+    uneven = (
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
+        "pipeline_model_parallel_layout",
+    )
     if hf["num_hidden_layers"] % stages and not any(overrides.get(name) for name in uneven):
         raise ValueError(
             f"got {hf['num_hidden_layers']} layers for {stages} pipeline stages; expected a multiple; "

@@ -25,7 +25,9 @@ def save(directory: Path, layout: dict[str, Any], chunks: list[nn.Module], optim
     torch.save(content, _file(directory))
 
 
-def restore(directory: Path, layout: dict[str, Any], chunks: list[nn.Module], optimizer: MegatronOptimizer | None) -> None:
+def restore(
+    directory: Path, layout: dict[str, Any], chunks: list[nn.Module], optimizer: MegatronOptimizer | None
+) -> None:
     """Copy a saved state into the live tensors.
 
     Raises ValueError when the file is missing or was written by another layout.

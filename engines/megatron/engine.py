@@ -142,7 +142,9 @@ class MegatronEngine(TrainEngine):
         lr = self.spec.optim.schedule.at(step)
         norm, applied = optimizer.step(self.optimizer, self.spec.optim, lr, finite)
         if not applied:
-            logger.warning("gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm)
+            logger.warning(
+                "gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm
+            )
         own = {
             "actor/grad_norm": Metric("mean", norm),
             "actor/lr": Metric("last", lr),

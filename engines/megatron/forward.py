@@ -69,7 +69,7 @@ def score(logits_1PV: Tensor, inputs: PackedInput, options: ForwardOptions, voca
     batch = inputs.batch
     labels_P = next_token_labels(inputs.input_ids[0], inputs.sequences.cu_seqlens_q.long())
     log_probs_P, entropy_P = token_log_probs(
-        logits_1PV[0],
+        logits_1PV.flatten(0, 1),  # a view; indexing would cost a zero-filled copy in the backward pass
         labels_P,
         temperature=options.temperature,
         group=parallel_state.get_tensor_model_parallel_group(),

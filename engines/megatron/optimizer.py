@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,12 +15,17 @@ from torch import Tensor, nn
 from engines.spec import MegatronSpec, OptimSpec
 
 
+def is_distributed(backend: MegatronSpec) -> bool:
+    """With one data-parallel rank there is nothing to shard, and the exchange would copy all weights twice."""
+    return backend.use_distributed_optimizer and parallel_state.get_data_parallel_world_size() > 1
+
+
 def wrap(config: TransformerConfig, chunks: list[nn.Module], backend: MegatronSpec) -> list[DistributedDataParallel]:
     """Give every parameter a float32 `main_grad` in a contiguous buffer that is reduced once per update."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
-        use_distributed_optimizer=backend.use_distributed_optimizer,
+        use_distributed_optimizer=is_distributed(backend),
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )
@@ -29,7 +35,9 @@ def wrap(config: TransformerConfig, chunks: list[nn.Module], backend: MegatronSp
     ]
 
 
-def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimSpec, backend: MegatronSpec) -> MegatronOptimizer:
+def build_optimizer(
+    chunks: list[DistributedDataParallel], optim: OptimSpec, backend: MegatronSpec
+) -> MegatronOptimizer:
     """Float32 main weights and Adam state; matrices decay, biases and one-dimensional parameters do not."""
     dtype = chunks[0].config.params_dtype
     optimizer = get_megatron_optimizer(
@@ -43,7 +51,7 @@ def build_optimizer(chunks: list[DistributedDataParallel], optim: OptimSpec, bac
             clip_grad=optim.clip_grad,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=backend.use_distributed_optimizer,
+            use_distributed_optimizer=is_distributed(backend),
         ),
         chunks,
     )

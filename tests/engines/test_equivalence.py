@@ -89,7 +89,9 @@ def _run(tmp_path, world: int, cases: list[tuple]) -> None:
             for key in ("loss", "actor/grad_norm", "actor/lr"):
                 assert got[key].value == pytest.approx(want[key].value, rel=1e-4), (label, step, key)
     losses = [step["loss"].value for step in reference[0]]
-    assert len({round(loss, 3) for loss in losses}) == STEPS, f"a trajectory that does not move proves nothing: {losses}"
+    assert len({round(loss, 3) for loss in losses}) == STEPS, (
+        f"a trajectory that does not move proves nothing: {losses}"
+    )
 
 
 @pytest.mark.gloo

@@ -73,7 +73,9 @@ def _resume(rank, world, folder, directory, backends):
         assert _same(weights, _weights(engine)), backend
         engine.close()
 
-    engine = _engine(folder, **{**backends[0], "use_distributed_optimizer": not backends[0]["use_distributed_optimizer"]})
+    engine = _engine(
+        folder, **{**backends[0], "use_distributed_optimizer": not backends[0]["use_distributed_optimizer"]}
+    )
     with pytest.raises(ValueError, match="restore with the saving layout"):
         engine.restore(Path(directory) / "0")
     engine.close()

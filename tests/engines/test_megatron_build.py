@@ -33,7 +33,9 @@ def _config(tmp_path, backend, **changes):
 
 
 def test_sizes_come_from_the_model_and_overrides_win(tmp_path):
-    backend = MegatronSpec(dtype="float32", override_transformer_config={"layernorm_epsilon": 1e-3, "kv_channels": None})
+    backend = MegatronSpec(
+        dtype="float32", override_transformer_config={"layernorm_epsilon": 1e-3, "kv_channels": None}
+    )
     config = _config(tmp_path, backend, kind="qwen2", num_hidden_layers=4)
     assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (4, 80, 104)
     assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (4, 2, 20)
@@ -45,7 +47,11 @@ def test_sizes_come_from_the_model_and_overrides_win(tmp_path):
 def test_gradient_checkpointing_means_full_recomputation(tmp_path):
     model = ModelSpec(_spec(tmp_path).path, gradient_checkpointing=True)
     config = transformer_config(read_hf_config(model), model, MegatronSpec(), "cpu")
-    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == ("full", "uniform", 1)
+    assert (config.recompute_granularity, config.recompute_method, config.recompute_num_layers) == (
+        "full",
+        "uniform",
+        1,
+    )
 
 
 @pytest.mark.parametrize(

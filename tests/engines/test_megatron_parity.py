@@ -13,7 +13,13 @@ from engines.spec import LrSchedule, MegatronSpec, ModelSpec, OptimSpec, TrainEn
 from tests.ranks import run_ranks
 from tests.tiny import KINDS, write_tiny_model
 
-SEQUENCES = [[5, 6, 7, 8, 9, 129, 12], [3, 100, 129, 4], list(range(20, 39)), [1, 2], [77, 3, 41, 11, 9]]  # no pad token (0): transformers gives its embedding no gradient
+SEQUENCES = [
+    [5, 6, 7, 8, 9, 129, 12],
+    [3, 100, 129, 4],
+    list(range(20, 39)),
+    [1, 2],
+    [77, 3, 41, 11, 9],
+]  # no pad token (0): transformers gives its embedding no gradient
 MASKS = [[0, 0] + [1] * (len(ids) - 2) if len(ids) > 2 else [0, 1] for ids in SEQUENCES]
 TOKENS = float(sum(map(sum, MASKS)))
 # A large eps keeps Adam's first step smooth in the gradient (with 1e-8 it is the sign): each weight then
@@ -88,7 +94,9 @@ def _reference(folder: str) -> dict:
         eps=OPTIM.eps,
     ).step()
     after = {name: value.detach() for name, value in model.named_parameters()}
-    return dict(log_probs=torch.cat(log_probs).detach(), entropy=torch.cat(entropies).detach(), after=after, norm=float(norm))
+    return dict(
+        log_probs=torch.cat(log_probs).detach(), entropy=torch.cat(entropies).detach(), after=after, norm=float(norm)
+    )
 
 
 def _check(folder: str, layout: str, ranks: list[dict]) -> None:
@@ -109,7 +117,6 @@ def _check(folder: str, layout: str, ranks: list[dict]) -> None:
             exported["after"][name], value, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{layout} {n}: {m}"
         )
     assert all(not result["before"] and not result["after"] for result in ranks[1:])
-
 
 
 def _run(tmp_path: Path, world: int, layouts: dict[str, tuple[str, ...]], **changes: object) -> None:

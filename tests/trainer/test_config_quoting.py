@@ -26,7 +26,7 @@ def test_equal_sign_needs_hydra_quotes_or_a_backslash(written):
     assert value(f"{TEXT}={written}") == "a=b"
 
 
-@pytest.mark.parametrize("character", list("=,{}[]()#~&;<>!^'\"`") + ["中"])
+@pytest.mark.parametrize("character", [*"=,{}[]()#~&;<>!^'\"`", "中"])
 def test_special_characters_fail_bare_and_work_inside_quotes(character):
     text = f"a{character}b"
     assert "ConfigError[arg.syntax]" in problem(f"{TEXT}={text}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.prompts.row import Message, Row
+from trainer.reward.math.candidate import by_rules
 from trainer.reward.math.clean import clean
 from trainer.reward.math.compare import equal
 from trainer.reward.math.numbers import parse_number
@@ -93,6 +94,19 @@ BOXED = [  # content of the answer's box, reference, right
     ("1011_2", "1011", 0),
     (r"-\frac{1}{2}", "-0.5", 1),
     ("p-q", "p - q", 1),
+    ("1{,}234", "1,234", 1),
+    (r"\begin{bmatrix}-\frac13\\\frac23\end{bmatrix}", r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", 1),
+    (r"\begin{pmatrix}2\\1\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", 0),
+    ("June 20", r"\text{June 20}", 1),
+    ("2<x<5", "(2,5)", 1),
+    (r"11\text{ m}", r"11\text{ m}^2", 0),
+    ("52_{10}", "52_8", 0),
+    (r"(3,4),(1,2)", "(1,2),(3,4)", 1),
+    (r"(2,1),(3,4)", "(1,2),(3,4)", 0),
+    ("y=3+2x", "y=2x+3", 1),
+    ("4x+6y=10", "2x+3y=5", 1),
+    ("6.28", r"2\pi", 0),
+    (r"90^\circ", r"\frac{\pi}{2}", 0),
 ]
 WHOLE = [  # the whole response, reference, right
     (r"First \boxed{5}, then \boxed{7}.", "5", 0),
@@ -102,6 +116,7 @@ WHOLE = [  # the whole response, reference, right
     (r"so it is \boxed{5", "5", 0),
     (r"\boxed{5} or rather \boxed{5", "5", 0),
     (r"\boxed{}", "0", 0),
+    (r"\boxed{5\}", "5", 0),
     (r"<think>\boxed{5}</think>So \boxed{7}.", "5", 0),
     ("<think>maybe 7</think>The answer is 5.", "5", 1),
     (r"<think>so \boxed{5}", "5", 0),
@@ -163,6 +178,7 @@ def test_boxed_reference_is_right_for_every_sample_row():
         ("= -3", "-3", 1, "correct"),
         ("(-3)", "-3", 1, "correct"),
         ("-3", "-3", 1, "correct"),
+        ("costs \u22123 or -.5", "-0.5", 1, "correct"),
         ("7, then 8", "7", 0, "wrong"),
         ("<think>7</think>none", "7", 0, "no_answer"),
         ("<think>7", "7", 0, "think_unclosed"),
@@ -187,6 +203,11 @@ def test_numbers_are_exact():
     assert parse_number("0.\\overline{142857}").value == Fraction(1, 7)
     assert parse_number("-3\\frac{1}{2}").value == Fraction(-7, 2)
     assert parse_number("1,23") is None and parse_number("x") is None and parse_number("1/0") is None
+
+
+def test_escaped_braces_do_not_close_a_box():
+    assert by_rules(r"\boxed{a\}b}", require_box=False) == r"a\}b"
+    assert by_rules(r"\boxed{a\}", require_box=False) is None
 
 
 def test_cleaning():

@@ -21,6 +21,14 @@ ROOT = Path(__file__).parents[2]
 TOWER = r"\boxed{9^{9^{9^{9}}}!}"  # keeps the library busy until it is killed
 
 
+HANG = """
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        while solution_str == "hang":
+            pass
+        return 1
+"""
+
+
 def row(gold: str = "5", tag: str = "math_rule", domain: str = "math_rule", **fields) -> Row:
     return Row("17", tag, domain, (Message("user", "?"),), ground_truth=gold, **fields)
 
@@ -63,25 +71,29 @@ def test_scores_from_the_main_thread_and_from_a_worker_thread():
     assert [(r.score, r.acc, r.reason) for r in (*seen, here, wrong)] == [(1, 1, "correct")] * 2 + [(-1, 0, "wrong")]
 
 
-def test_twenty_hanging_answers_are_bounded_and_leave_the_pool_whole():
+def test_twenty_hanging_answers_are_bounded_and_leave_the_pool_whole(tmp_path):
+    path = write(tmp_path, HANG)
     before = set(children_of(os.getpid()))
-    spec = DomainSpec(timeout_s=0.5)
-    with RewardManager({"math_rule": spec}, num_workers=4) as manager:
-        manager.submit(r"\boxed{5}", row(), response_length=1).result(60)
-        started = time.monotonic()
-        hanging = results([manager.submit(TOWER, row(), response_length=1) for _ in range(20)])
-        good = manager.submit(r"\boxed{5}", row(), response_length=1).result(30)
-        assert time.monotonic() - started < 30
+    own = row(domain="custom")
+    with RewardManager({}, CustomSpec(path, timeout_s=0.5), num_workers=4) as manager:
+        hanging = results([manager.submit("hang", own, response_length=1) for _ in range(20)])
+        assert manager.submit("good", own, response_length=1).result(30).acc == 1
         deadline = time.monotonic() + 10
         while len(set(children_of(os.getpid())) - before) != 4 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(set(children_of(os.getpid())) - before) == 4
         metrics = manager.take_metrics()
     assert {(r.score, r.acc, r.reason, r.failed) for r in hanging} == {(0.0, 0.0, "timeout", False)}
-    assert good.acc == 1
-    assert metrics["reward/math_rule/timeouts"] == 20 and metrics["reward/math_rule/failed"] == 0
-    assert metrics["reward/math_rule/queue_max"] >= 16
+    assert metrics["reward/custom/timeouts"] == 20 and metrics["reward/custom/failed"] == 0
+    assert metrics["reward/custom/queue_max"] >= 16
     assert set(children_of(os.getpid())) == before
+
+
+def test_a_power_tower_is_cut_off_and_the_next_good_answer_is_right():
+    with RewardManager({"math_rule": DomainSpec(timeout_s=0.5)}, num_workers=1) as manager:
+        texts = (TOWER, r"\boxed{5}", TOWER, r"\boxed{5}")
+        verdicts = results([manager.submit(text, row(), response_length=1) for text in texts])
+    assert [(r.acc, r.reason) for r in verdicts] == [(0, "timeout"), (1, "correct")] * 2
 
 
 def test_deep_nesting_and_towers_end_within_the_limit():
@@ -93,16 +105,16 @@ def test_deep_nesting_and_towers_end_within_the_limit():
         assert tower.result(15).acc == 0
 
 
-def test_no_scoring_process_survives_a_killed_parent():
-    code = """
+def test_no_scoring_process_survives_a_killed_parent(tmp_path):
+    code = f"""
         import sys, time
-        from trainer.prompts.row import Message, Row
-        from trainer.reward import DomainSpec, RewardManager
-        row = Row("1", "math_rule", "math_rule", (Message("user", "?"),), ground_truth="5")
-        manager = RewardManager({"math_rule": DomainSpec(timeout_s=600)}, num_workers=2)
-        manager.submit("5", row, response_length=1).result()
-        manager.submit(r"\\boxed{9^{9^{9^{9}}}!}", row, response_length=1)
-        time.sleep(0.3)
+        from trainer.prompts import Message, Row
+        from trainer.reward import CustomSpec, RewardManager
+        row = Row("1", "t", "custom", (Message("user", "?"),))
+        manager = RewardManager({{}}, CustomSpec({write(tmp_path, HANG)!r}, timeout_s=600), num_workers=2)
+        manager.submit("good", row, response_length=1).result()
+        manager.submit("hang", row, response_length=1)
+        time.sleep(0.5)
         print("busy", flush=True)
         time.sleep(600)
     """
@@ -114,7 +126,10 @@ def test_no_scoring_process_survives_a_killed_parent():
     deadline = time.monotonic() + 5
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    left = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
 
 
 def test_custom_functions_of_every_form(tmp_path):

@@ -48,8 +48,9 @@ def check(values: Mapping[str, Any], explicit: Mapping[str, Item]) -> list[Confi
     for patterns, holds, expected, fix in rules:
         for key in expand_all(patterns):
             value = values.get(key)
-            if value is not None and not holds(value):
-                position = explicit[key].position if key in explicit else None
+            # A value that was not given is a default, or inherited from a key that is reported itself.
+            if key in explicit and value is not None and not holds(value):
+                position = explicit[key].position
                 wanted = "more than 0" if isinstance(value, float) and expected == "1 or more" else expected
                 errors.append(
                     ConfigError(

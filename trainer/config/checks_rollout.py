@@ -54,6 +54,8 @@ def world(view: Inspection) -> None:
     rollout, separate = view.rollout, view.rollout.nnodes > 0
     tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
     ranks = rollout.nnodes * rollout.n_gpus_per_node if separate else view.facts["world"]
+    # Nothing was said about the rollout at all: the unbuilt default is reported, its tp is not the point.
+    untouched = not {f"{ROLLOUT}.name", f"{ROLLOUT}.tensor_model_parallel_size"} & set(view.explicit)
     if rollout.name == "hf" and tp != 1:
         view.error(
             "roll.world",
@@ -62,7 +64,7 @@ def world(view: Inspection) -> None:
             "1: one transformers replica is one process",
             f"{ROLLOUT}.tensor_model_parallel_size=1",
         )
-    elif ranks % (tp * dp) != 0:
+    elif ranks % (tp * dp) != 0 and not untouched:
         source = (
             f"rollout.nnodes {rollout.nnodes} x {rollout.n_gpus_per_node}"
             if separate
@@ -157,7 +159,7 @@ def chunked(view: Inspection) -> None:
 
 def overlong(view: Inspection) -> None:
     kwargs, key = view.config.reward.reward_kwargs, "reward.reward_kwargs"
-    buffer = kwargs.get("overlong_buffer_cfg") or {}
+    buffer = kwargs["overlong_buffer_cfg"]
     if not buffer.get("enable"):
         return
     longest, size = kwargs.get("max_resp_len"), buffer.get("len")

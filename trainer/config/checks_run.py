@@ -41,7 +41,8 @@ def checkpoints(view: Inspection) -> None:
     contents, trainer = view.actor.checkpoint, view.config.trainer
     for name, values in (("save_contents", contents.save_contents), ("load_contents", contents.load_contents)):
         unknown = [value for value in values if value not in CONTENTS]
-        if unknown:
+        inherited = name == "load_contents" and values == contents.save_contents
+        if unknown and not inherited:
             key = f"{ACTOR}.checkpoint.{name}"
             kept = [value for value in values if value in CONTENTS] or ["model"]
             view.error(

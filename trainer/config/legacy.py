@@ -34,7 +34,7 @@ def _same(section: str, names: str, target: str) -> dict[str, str]:
     return {f"{section}.{name}": f"{target}.{name}" for name in names.split()}
 
 
-ENTROPY = "entropy_from_logits_with_chunking entropy_from_logits_chunk_size entropy_checkpointing pad_to_length"
+ENTROPY = "entropy_from_logits_with_chunking entropy_from_logits_chunk_size pad_to_length"
 
 
 @cache
@@ -48,6 +48,8 @@ def moves(engine: str) -> dict[str, str]:
         **_same(f"{ACTOR}.policy_loss", "tau_pos tau_neg", ACTOR),
         **_same(ACTOR, ENTROPY, f"{ACTOR}.{section}"),
         **_same(REF, ENTROPY, f"{REF}.{section}"),
+        **_same(ACTOR, "entropy_checkpointing", f"{ACTOR}.fsdp_config"),
+        **_same(REF, "entropy_checkpointing", f"{REF}.fsdp_config"),
         **_same(ACTOR, "use_remove_padding use_fused_kernels", "actor_rollout_ref.model"),
         f"{ACTOR}.grad_clip": f"{ACTOR}.optim.clip_grad",
         "critic.grad_clip": "critic.optim.clip_grad",

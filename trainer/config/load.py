@@ -17,6 +17,7 @@ from trainer.config import (
     checks_run,
     model_config,
     not_built,
+    passthroughs,
 )
 from trainer.config.commandline import parse
 from trainer.config.compose import compose_tree
@@ -70,6 +71,7 @@ def load_config(argv: list[str]) -> Loaded:
     raw = compose_tree(overrides)
     explicit = overrides.explicit
     values, bad = coerce_all(raw, overrides)
+    errors += passthroughs.check(values, explicit)
     if values[ROUTE_MODE] == "R3" and ROUTE_RETURN not in explicit:
         values[ROUTE_RETURN] = True
         overrides.notices.append(f"{ROUTE_RETURN}=True: router_replay.mode=R3 needs the routes")
@@ -124,7 +126,7 @@ def coerce_all(raw: dict[str, Any], overrides: Overrides) -> tuple[dict[str, Any
         except BadValue as error:
             bad.add(key)
             values[key] = _placeholder(leaf)
-            got = f"{key}={item.text if item is not None else raw[key]}"
+            got = "no value" if raw[key] == REQUIRED else f"{key}={item.text if item is not None else raw[key]}"
             fix = f"{key}={_example(leaf)}"
             overrides.errors.append(ConfigError(error.id, key, got, error.expected, fix, position))
     return values, bad
@@ -132,7 +134,7 @@ def coerce_all(raw: dict[str, Any], overrides: Overrides) -> tuple[dict[str, Any
 
 def _typed(value: Any, leaf: Leaf) -> Any:
     if value == REQUIRED:
-        raise BadValue(f"{describe(leaf.type)}: this key has no default", "value.required")
+        raise BadValue(f"{describe(leaf.type)}: there is no default", "value.required")
     if leaf.key == "algorithm.adv_estimator" and isinstance(value, str):
         value = value.removesuffix("_vectorized")
     if value == "" and leaf.type not in (str, str | None):
@@ -142,7 +144,7 @@ def _typed(value: Any, leaf: Leaf) -> Any:
 
 def _placeholder(leaf: Leaf) -> Any:
     if leaf.default != REQUIRED:
-        return coerce(leaf.default, leaf.type)
+        return leaf.typed_default
     return "" if leaf.type is str else ()
 
 
@@ -193,6 +195,5 @@ def origins(values: Mapping[str, Any], overrides: Overrides) -> dict[str, str]:
         if below:
             found[key] = ", ".join(dict.fromkeys(item.origin for item in below))
         else:
-            default = {} if key == "rewards" else coerce(leaf.default, leaf.type)
-            found[key] = "default" if values[key] == default else "derived"
+            found[key] = "default" if values[key] == leaf.typed_default else "derived"
     return found

@@ -123,7 +123,7 @@ def is_effective(key: str) -> bool:
 
 def baseline(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """The same tree with every unbuilt key at its default (before inheritance)."""
-    return {key: values[key] if is_built(key) else leaf.default for key, leaf in leaves(engine).items()}
+    return {key: values[key] if is_built(key) else leaf.typed_default for key, leaf in leaves(engine).items()}
 
 
 def refuse(
@@ -135,9 +135,11 @@ def refuse(
     for key, leaf in leaves(engine).items():
         value = values[key]
         given = any(name == key or name.startswith(f"{key}.") for name in explicit)
-        if not given and value != leaf.default:
+        if not given and value != leaf.typed_default:
             continue
-        if key in BUILT_VALUES and value not in BUILT_VALUES[key]:
+        if key == "data.gen_batch_size" and value != values["data.train_batch_size"]:
+            errors.append(_error(key, value, explicit, "null, or data.train_batch_size"))
+        elif key in BUILT_VALUES and value not in BUILT_VALUES[key]:
             errors.append(_error(key, value, explicit, " or ".join(map(_show, BUILT_VALUES[key]))))
         elif key == "trainer.logger":
             unknown = [name for name in value if name not in LOGGERS]
@@ -154,7 +156,7 @@ def notices(values: Mapping[str, Any], explicit: Mapping[str, Item], engine: str
     found = []
     without_vllm = values[f"{ROLLOUT}.name"] != "vllm"
     for key, leaf in leaves(engine).items():
-        if key not in explicit or values[key] == leaf.default:
+        if key not in explicit or values[key] == leaf.typed_default:
             continue
         if status_of(key) == "H":
             found.append(f"{key}={_show(values[key])} has no effect yet: a speed or memory hint")
@@ -192,14 +194,14 @@ def _domain_errors(rewards: Mapping[str, Any], explicit: Mapping[str, Item]) -> 
     errors = []
     for name, domain in rewards.items():
         worker = domain.worker or name
-        if worker not in BUILT_DOMAINS:
+        if worker not in BUILT_DOMAINS or worker != name:
             item = next((item for key, item in explicit.items() if key.startswith(f"rewards.{name}.")), None)
             errors.append(
                 ConfigError(
                     "not.built",
                     f"rewards.{name}",
-                    f"scorer {worker}: not built yet",
-                    f"one of {', '.join(BUILT_DOMAINS)}, or a function of your own",
+                    f"domain {name} with scorer {worker}: not built yet",
+                    f"domain {', '.join(BUILT_DOMAINS)}, or a function of your own",
                     "remove it   (or reward.custom_reward_function.path=FILE)",
                     item.position if item is not None else None,
                 )

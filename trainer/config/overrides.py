@@ -47,6 +47,7 @@ def rewrite(line: CommandLine) -> Overrides:
     """All of the pass. Errors of single items never stop the others."""
     result = Overrides(choose_engine(line), notices=list(line.notices), errors=list(line.errors))
     moved = _moved(line.items, result)
+    moved = _once(moved, result.notices)
     moved, notices = combine(moved, {key: leaf.default for key, leaf in leaves(result.engine).items()})
     result.notices += notices
     for item in moved:

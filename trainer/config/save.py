@@ -37,10 +37,10 @@ def fingerprint(config: Config) -> str:
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every scalar, list and empty dict by its full key."""
+    """Every scalar and list by its full key; an empty dict has none."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict):
             found |= flat(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value

@@ -29,6 +29,7 @@ from trainer.config.schema_model import Model
 from trainer.config.schema_reward import Reward, RewardDomain
 from trainer.config.schema_rollout import Rollout
 from trainer.config.schema_trainer import GlobalProfiler, RayKwargs, Skip, Trainer
+from trainer.config.values import REQUIRED, coerce
 
 ENGINES = ("fsdp", "megatron")
 BY_ENGINE: dict[type, dict[str, type]] = {
@@ -74,6 +75,11 @@ class Leaf:
     type: Any
     default: Any
     owner: type
+
+    @property
+    def typed_default(self) -> Any:
+        """The default as a loaded tree holds it (lists are tuples); REQUIRED stays as it is."""
+        return REQUIRED if self.default == REQUIRED else coerce(self.default, self.type)
 
     @property
     def is_open(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+DecayStyle = Literal["constant", "linear", "cosine", "inverse_square_root", "WSD"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -115,7 +116,7 @@ class FsdpOptim(Optim):
 
 @dataclass(frozen=True)
 class MegatronOptim(Optim):
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse_square_root", "WSD"] = "constant"
+    lr_decay_style: DecayStyle = "constant"  # after the warm-up
     lr_decay_steps: int | None = None  # training steps; null = all
     min_lr: float = 0.0  # final rate
     lr_warmup_init: float = 0.0  # first rate of the warm-up

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from trainer.config.values import REQUIRED
 
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
 
 @dataclass(frozen=True)
 class FusedKernels:
@@ -28,7 +30,7 @@ class Lora:
     rank: int = 0  # 0 = off
     alpha: int = 32  # scale numerator
     dropout: float = 0.0  # probability
-    target_modules: list[str] = field(default_factory=lambda: ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+    target_modules: list[str] = field(default_factory=lambda: list(LINEARS))  # modules with adapter
     exclude_modules: list[str] = field(default_factory=list)  # modules without adapter
     dropout_position: Literal["pre", "post"] = "pre"  # before or after the adapter
     lora_A_init_method: str = "xavier"  # initial A

@@ -50,9 +50,7 @@ def _overlong_off() -> dict[str, Any]:
 class Reward:
     reward_manager: RewardManager = field(default_factory=RewardManager)
     custom_reward_function: CustomRewardFunction = field(default_factory=CustomRewardFunction)
-    reward_kwargs: dict[str, Any] = field(
-        default_factory=_overlong_off
-    )  # overlong_buffer_cfg.*, max_resp_len, own ones
+    reward_kwargs: dict[str, Any] = field(default_factory=_overlong_off)  # overlong_buffer_cfg.*, max_resp_len
     num_workers: int = 8  # scoring processes
     reward_model: RewardModel = field(default_factory=RewardModel)
     sandbox_fusion: SandboxFusion = field(default_factory=SandboxFusion)

@@ -69,9 +69,8 @@ class PromptSource:
         self._ids: list[array[int]] = []
         self._order: tuple[int, list[int]] = (-1, [])
         self._read(rows, max_prompt_length, truncation, filter_overlong, max_reported_errors)
-        self._files = (
-            {name: facts.fingerprint for name, facts in rows.files.items()} if isinstance(rows, RowList) else {}
-        )
+        self.loaded = rows if isinstance(rows, RowList) else RowList(rows, {})
+        self._files = {name: facts.fingerprint for name, facts in self.loaded.files.items()}
         settings = [seed, shuffle, max_prompt_length, truncation, filter_overlong, len(self.rows), encoder.fingerprint]
         self._settings = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 

@@ -96,7 +96,7 @@ def read_jsonl(facts: FileFacts, max_line_bytes: int, problems: Problems) -> Ite
 
 def _decode(line: bytes, offset: int) -> dict[str, Any]:
     try:
-        text = line.decode("utf-8")
+        text = line.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
         got = f"byte 0x{line[error.start]:02x} at offset {offset + error.start}"
         raise FieldProblem("D04", None, got, "UTF-8", "Convert with iconv") from None

@@ -19,7 +19,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     """The tokenizer of a model directory. ValueError when there is none."""
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"got no tokenizer from {path!r} ({error}); expected a Hugging Face model directory with tokenizer files; "
             "check actor_rollout_ref.model.path or actor_rollout_ref.model.tokenizer_path"

@@ -8,7 +8,8 @@ MAX_WHOLE = 64  # characters of an answer that may count as a whole
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _MARK = re.compile(r"####|\banswer\b[*_ \t]*(?:is\b|:)", re.IGNORECASE)
-_NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.\d+|\d+|\.\d+")
+# A minus is a sign when it touches the number and nothing it could be subtracted from.
+_NUMBER = re.compile(r"(?:(?<![\w)\]}])-)?(?:\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?|\d+\.\d+|\d+|\.\d+)")
 
 
 def by_rules(answer: str, require_box: bool) -> str | None:
@@ -31,15 +32,8 @@ def by_rules(answer: str, require_box: bool) -> str | None:
 
 def last_number(answer: str) -> str | None:
     """The last integer or decimal anywhere in the answer: "3 + 4 = 7" -> "7"."""
-    numbers = list(_NUMBER.finditer(answer))
-    if not numbers:
-        return None
-    start = numbers[-1].start()
-    # A minus is a sign unless something stands before it that it could be subtracted from.
-    signed = re.search(r"(?:^|[^\w)\]}\s])\s*-$|(?:^|\s)-$", answer[:start])
-    if signed and re.search(r"[\w)\]}]\s+-\s+$", answer[:start]):
-        signed = None
-    return ("-" if signed else "") + numbers[-1].group().replace(",", "")
+    numbers = _NUMBER.findall(answer.replace("\u2212", "-"))
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def _box_content(text: str, start: int) -> str | None:

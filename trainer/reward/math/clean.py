@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
+ROW = "\x00"  # stands for a matrix row's double backslash, so that no rule takes it for a command
 THIN = "\u2009"  # kept apart from a plain space: it may group the digits of a number
 
 _SYMBOLS = {
@@ -29,6 +30,7 @@ _RULES = [
     (re.compile(r"\\!|\\(?:displaystyle|textstyle|limits)(?![A-Za-z])"), ""),
     (re.compile(r"\\[,;:]|(?<!\\)~"), THIN),
     (re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\ "), " "),
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:textbf|textit|textrm|textnormal|emph|mbox)(?![A-Za-z])"), r"\\text"),
     (re.compile(r"\\(?:mathbf|mathit|mathsf|boldsymbol|bm)\s*\{([^{}]*)\}"), r"\1"),
@@ -47,7 +49,7 @@ def clean(text: str) -> str:
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: "^{" + m.group().translate(_SUPERSCRIPTS) + "}", text)
     text = re.sub(r"[¼-¾⅐-⅞]", lambda m: " " + m.group(), text)  # 3½ is 3 1/2, not 31/2
     text = re.sub("[\u2009\u202f\u00a0]", r"\\,", text)
-    text = unicodedata.normalize("NFKC", text)
+    text = unicodedata.normalize("NFKC", text).replace("\\\\", ROW)
     for symbol, latex in _SYMBOLS.items():
         text = text.replace(symbol, latex)
     text = re.sub(r"\\[()\[\]]", "", text) if re.match(r"\s*\\[(\[]", text) else text
@@ -59,7 +61,7 @@ def clean(text: str) -> str:
         text = text.strip(" \t\r\n" + THIN)
         text = re.sub(r"^(?:\\approx(?![A-Za-z])|=)", "", text)
         text = re.sub(r"[.,;]+$", "", text)
-    return squeeze(text)
+    return squeeze(text).replace(ROW, "\\\\")
 
 
 def squeeze(text: str) -> str:
