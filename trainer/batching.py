@@ -84,12 +84,7 @@ def balance(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     the fewest tokens, so the loads differ by at most the widest spread within a block. Then samples are
     swapped between the fullest and the emptiest rank for as long as that narrows their gap.
     """
-    if len(lengths) < dp_size:
-        raise ValueError(
-            f"got {len(lengths)} samples for {dp_size} data-parallel ranks; expected at least one per rank, where "
-            "ranks = world size / (tensor * pipeline * context parallel size); raise ppo_mini_batch_size or rollout.n, "
-            "or use fewer ranks"
-        )
+    _check_enough(lengths, dp_size)
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     loads = [0] * dp_size
@@ -125,16 +120,31 @@ def _swap(partitions: list[list[int]], loads: list[int], lengths: Sequence[int])
         loads[empty] += moved
 
 
+def in_order(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
+    """Consecutive rows per rank, the same number each (one more or less if B is no multiple)."""
+    _check_enough(lengths, dp_size)
+    size, surplus = divmod(len(lengths), dp_size)
+    starts = [rank * size + min(rank, surplus) for rank in range(dp_size + 1)]
+    return [list(range(a, b)) for a, b in pairwise(starts)]
+
+
+def _check_enough(lengths: Sequence[int], dp_size: int) -> None:
+    if len(lengths) < dp_size:
+        raise ValueError(
+            f"got {len(lengths)} samples for {dp_size} data-parallel ranks; expected at least one per rank, where "
+            "ranks = world size / (tensor * pipeline * context parallel size); raise ppo_mini_batch_size or rollout.n, "
+            "or use fewer ranks"
+        )
+
+
 def balance_metrics(lengths: Sequence[int], partitions: Sequence[Sequence[int]]) -> Metrics:
     """`global_seqlen/*`: tokens per rank if the rows were cut in order, and as partitioned."""
-    size, surplus = divmod(len(lengths), len(partitions))
-    starts = [rank * size + min(rank, surplus) for rank in range(len(partitions) + 1)]
-    in_order = [sum(lengths[a:b]) for a, b in pairwise(starts)]
+    plain = [sum(lengths[row] for row in rows) for rows in in_order(lengths, len(partitions))]
     balanced = [sum(lengths[row] for row in rows) for rows in partitions]
     return {
-        "global_seqlen/min": Metric("min", min(in_order)),
-        "global_seqlen/max": Metric("max", max(in_order)),
-        "global_seqlen/minmax_diff": Metric("max", max(in_order) - min(in_order)),
+        "global_seqlen/min": Metric("min", min(plain)),
+        "global_seqlen/max": Metric("max", max(plain)),
+        "global_seqlen/minmax_diff": Metric("max", max(plain) - min(plain)),
         "global_seqlen/balanced_min": Metric("min", min(balanced)),
         "global_seqlen/balanced_max": Metric("max", max(balanced)),
         "global_seqlen/mean": Metric("mean", sum(balanced), len(partitions)),

@@ -83,7 +83,7 @@ def build(loaded: Loaded) -> Trainer:
         encoder=encoder,
         rewards=rewards,
         cluster=cluster,
-        policy=Policy(train),
+        policy=Policy(train, config.trainer.balance_batch),
         rollout=RolloutGroup(rollout, address),
         monitor=ConsistencyMonitor(_consistency(config)),
         console=console,
@@ -216,18 +216,10 @@ def _consistency(config: Config) -> ConsistencyLimits:
     return ConsistencyLimits(healthy_mean=limits.mean, patience=limits.patience, fail_mean=limits.fail_mean)
 
 
-def _rollout_replicas(config: Config) -> int:
-    rollout = config.actor_rollout_ref.rollout
-    if config.actor_rollout_ref.hybrid_engine:
-        devices = config.derived.world_size
-    else:
-        devices = rollout.nnodes * rollout.n_gpus_per_node
-    return devices // (rollout.tensor_model_parallel_size * rollout.data_parallel_size)
-
-
 def _processes(config: Config) -> int:
-    shared = config.actor_rollout_ref.hybrid_engine
-    return config.derived.world_size + (0 if shared else _rollout_replicas(config))
+    """Bundles to reserve: colocated rollout replicas live in those of the training ranks."""
+    separate = 0 if config.actor_rollout_ref.hybrid_engine else config.derived.rollout_replicas
+    return config.derived.world_size + separate
 
 
 def _worker_env(config: Config) -> dict[str, str]:
@@ -248,7 +240,7 @@ def _start_workers(
     rollout_spec: RolloutEngineSpec,
 ) -> tuple[WorkerGroup, WorkerGroup, Address]:
     """Training ranks and rollout replicas, ready; and where the rollout side finds its weights."""
-    world, replicas = config.derived.world_size, _rollout_replicas(config)
+    world, replicas = config.derived.world_size, config.derived.rollout_replicas
     resource = get_device(actor.device).ray_resource
     sync = wiring.sync_spec(config)
     train_place = cluster.place(Pool(world, resource))

@@ -161,9 +161,11 @@ class Trainer:
                 batch.tokens["loss_mask"][batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
         with self._phase("old log-probs", "old_log_prob"):
             metrics = self.policy.score(batch, self.plan.score, self.plan.score_reference)
-        difference = probability_difference(
-            batch.tokens["old_log_probs"], batch.tokens["rollout_log_probs"], batch.tokens["response_mask"]
-        )
+        difference: Metrics = {}
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            difference = probability_difference(
+                batch.tokens["old_log_probs"], batch.tokens["rollout_log_probs"], batch.tokens["response_mask"]
+            )
         for warning in self.monitor.check(self.global_step + 1, difference):
             log.warning(warning)
         entropy_T = batch.tokens.pop("entropy")[batch.tokens["response_mask"].bool()]

@@ -13,15 +13,19 @@ from engines.base import ForwardOptions, LossFn
 from engines.batch import TrainBatch
 from engines.metric import Metric, Metrics, merge, over_optimizer_steps
 from trainer import cluster
-from trainer.batching import balance, balance_metrics, denominators, gather, scatter
+from trainer.batching import balance, balance_metrics, denominators, gather, in_order, scatter
 from trainer.cluster import WorkerGroup
 
 
 class Policy:
-    """`group` holds one TrainWorker per rank; the ranks of one data-parallel share get the same data."""
+    """`group` holds one TrainWorker per rank; the ranks of one data-parallel share get the same data.
 
-    def __init__(self, group: WorkerGroup) -> None:
+    `balance_batch` gives the ranks about equal tokens instead of samples in order.
+    """
+
+    def __init__(self, group: WorkerGroup, balance_batch: bool) -> None:
         self.group = group
+        self._partition = balance if balance_batch else in_order
         places = group.call("dp_place")
         self.dp_size = places[0][1]
         self._dp_rank = [dp_rank for dp_rank, _, _ in places]
@@ -29,7 +33,7 @@ class Policy:
 
     def score(self, batch: TrainBatch, options: ForwardOptions, ref_options: ForwardOptions | None) -> Metrics:
         """Adds old_log_probs, entropy (if asked) and ref_log_probs (with `ref_options`) to `batch.tokens`."""
-        partitions = balance(batch.lengths, self.dp_size)
+        partitions = self._partition(batch.lengths, self.dp_size)
         scores = self._call("score", scatter(batch, partitions), options, ref_options)
         batch.tokens["old_log_probs"] = gather([each.log_probs for each in scores], partitions, batch)
         if options.entropy:
@@ -50,7 +54,7 @@ class Policy:
             if counts.tokens == 0:
                 steps.append({"actor/skipped_mini_batches": Metric("count", 1)})
                 continue
-            shares = scatter(mini, balance(mini.lengths, self.dp_size))
+            shares = scatter(mini, self._partition(mini.lengths, self.dp_size))
             parts = self._call("update", shares, loss, counts, options, step)
             steps.append(merge(parts) | {"actor/optimizer_steps": Metric("count", 1)})
         return over_optimizer_steps(steps)

@@ -50,14 +50,15 @@ def reference_spec(config: Config, device: str) -> TrainEngineSpec | None:
 
 
 def _train_engine(config: Config, role, device: str, optim: OptimSpec | None) -> TrainEngineSpec:
-    backend = _megatron(role.megatron) if config.model_engine == "megatron" else _fsdp(role.fsdp_config)
+    section = role.megatron if config.model_engine == "megatron" else role.fsdp_config
+    backend = _megatron(section) if config.model_engine == "megatron" else _fsdp(section)
     return TrainEngineSpec(
         engine=config.model_engine,
         device=device,
         model=model_spec(config),
         backend=backend,
         optim=optim,
-        seed=config.trainer.seed,
+        seed=section.seed,
         timeout_s=float(config.actor_rollout_ref.nccl_timeout),
     )
 

@@ -276,7 +276,6 @@ def test_relative_data_files_lie_in_dataset_dir(tmp_path):
         (f"{ROLLOUT}.val_kwargs.temperature=0.6", "do_sample=False has no effect"),
         (f"{ROLLOUT}.top_p=0.9", "uncut distribution"),
         ("trainer.resume_from_path=/x", "no effect with resume_mode=auto"),
-        (f"{ACTOR}.checkpoint.load_contents=[hf_model]", "not in save_contents"),
     ],
 )
 def test_warnings(tmp_path, argument, part):

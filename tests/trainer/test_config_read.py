@@ -25,6 +25,8 @@ READ_HERE = {
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype",
     "actor_rollout_ref.ref.fsdp_config.mixed_precision.buffer_dtype",
     "actor_rollout_ref.rollout.checkpoint_engine.backend",
+    "trainer.nnodes",  # both: factors of derived.world_size and derived.rollout_replicas
+    "actor_rollout_ref.rollout.nnodes",
 }
 
 

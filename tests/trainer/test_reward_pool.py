@@ -144,7 +144,12 @@ def test_custom_functions_of_every_form(tmp_path):
                 os._exit(0)
             if solution_str == "env":
                 return {"score": float("torch" in sys.modules), "devices": os.environ["CUDA_VISIBLE_DEVICES"]}
-            return {"score": 1 + bonus, "acc": solution_str == ground_truth, "x": extra_info["x"], "tag": data_source}
+            extra = {"x": extra_info["x"], "tag": data_source, "own": Own()}
+            return {"score": 1 + bonus, "acc": solution_str == ground_truth, **extra}
+
+        class Own:
+            def __str__(self):
+                return "own"
         """,
     )
     custom = CustomSpec(path, reward_kwargs={"bonus": 2})
@@ -152,7 +157,7 @@ def test_custom_functions_of_every_form(tmp_path):
         own = row("5", tag="mine", domain="custom", extra={"extra_info": {"x": 4}})
         assert len(manager._pools) == 1  # the function replaces every scorer
         right, dead, env = results([manager.submit(t, own, response_length=1) for t in ("5", "die", "env")])
-    assert (right.score, right.acc, dict(right.extra)) == (3, 1, {"x": 4, "tag": "mine"})
+    assert (right.score, right.acc, dict(right.extra)) == (3, 1, {"x": 4, "tag": "mine", "own": "own"})
     assert (dead.failed, dead.reason) == (True, "worker_died")
     assert (env.score, env.extra["devices"]) == (0, "")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from trainer.config.inspection import ACTOR, Inspection
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
+RESUMABLE = ("model", "optimizer", "extra")
 LOGGER_PACKAGES = {"tensorboard": "tensorboard"}
 # MindSpeed arguments: they mean nothing to Megatron-Core without an NPU.
 NPU_FLAGS = (
@@ -52,6 +53,16 @@ def checkpoints(view: Inspection) -> None:
                 f"any of {', '.join(CONTENTS)}",
                 f"{key}=[{','.join(kept)}]",
             )
+    left_out = [value for value in RESUMABLE if value not in contents.save_contents]
+    if left_out:
+        key = f"{ACTOR}.checkpoint.save_contents"
+        view.error(
+            "not.built",
+            key,
+            f"save_contents without {', '.join(left_out)}",
+            f"at least {', '.join(RESUMABLE)}: partial checkpoints are not built yet",
+            f"{key}=[{','.join((*RESUMABLE, *[v for v in contents.save_contents if v not in RESUMABLE]))}]",
+        )
     beyond = [value for value in contents.load_contents if value not in contents.save_contents]
     if beyond:
         view.notices.append(f"{ACTOR}.checkpoint.load_contents: {', '.join(beyond)} is not in save_contents")

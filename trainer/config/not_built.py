@@ -24,10 +24,11 @@ FSDP = "{actor_rollout_ref.actor,actor_rollout_ref.ref}.fsdp_config"
 NOT_BUILT = (
     "critic",
     "data.{domain_interleave_probs,template,template_by_tag,chat_template_path,default_system}",
-    "data.{length_bucket,bucket_prompts,allow_changed_files}",
+    "data.{length_bucket,bucket_prompts}",
     f"{ACTOR}.policy_loss.{{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef,dro_beta}}",
     f"{ACTOR}.{{tau_pos,tau_neg,calculate_sum_pi_squared,length_loss,reuse_old_log_probs}}",
     f"{ACTOR}.router_replay",
+    f"{ACTOR}.checkpoint.load_contents",
     f"{FSDP}.{{ulysses_sequence_parallel_size,full_determinism}}",
     f"{MEGATRON}.{{expert_model_parallel_size,context_parallel_size,expert_tensor_parallel_size}}",
     f"{MEGATRON}.virtual_pipeline_model_parallel_size",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -83,7 +84,16 @@ def as_result(value: Any) -> RewardResult:
         acc = score
     fields.pop("acc", None)
     pred = fields.pop("pred", None)
-    return RewardResult(score, acc, None if pred is None else str(pred), "custom", fields)
+    extra = json.loads(json.dumps(fields, default=_scalar))  # plain values: the reader has no user classes
+    return RewardResult(score, acc, None if pred is None else str(pred), "custom", extra)
+
+
+def _scalar(value: Any) -> float | str:
+    """A number where it is one (numpy, one-element tensors), else its text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _number(name: str, value: Any) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -29,7 +30,7 @@ HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}  # scorer
 
 
 class ScorerError(Exception):
-    """The scorer raised, or its process could not start; the text is the traceback."""
+    """The scorer raised; the text is its traceback."""
 
 
 class WorkerDied(Exception):
@@ -57,7 +58,7 @@ class PoolStats:
 
 @dataclass
 class _Job:
-    arguments: tuple[Any, ...]
+    message: bytes  # pickled in the caller's thread, where a mistake can be raised
     future: Future[RewardResult]
 
 
@@ -70,7 +71,8 @@ class WorkerPool:
     """
 
     def __init__(self, target: Target, size: int, timeout_s: float) -> None:
-        self._target, self._timeout_s = target, timeout_s
+        self._setup = pickle.dumps((target.module, target.name, target.arguments))
+        self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -83,7 +85,7 @@ class WorkerPool:
             thread.start()
 
     def submit(self, *arguments: Any) -> Future[RewardResult]:
-        job = _Job(arguments, Future())
+        job = _Job(pickle.dumps(arguments), Future())
         with self._lock:
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
@@ -129,7 +131,7 @@ class WorkerPool:
                     raise WorkerDied
                 child.wait_until_ready()
                 started = time.monotonic()
-                reply = child.ask(job.arguments, self._timeout_s)
+                reply = child.ask(job.message, self._timeout_s)
                 break
             except TimeoutError:
                 reply = RewardResult(0.0, 0.0, None, "timeout")
@@ -161,7 +163,11 @@ class WorkerPool:
         with self._lock:
             if self._closed:
                 return None
-            child = _Child(self._target)
+            try:
+                child = _Child(self._setup)
+            except OSError as error:  # no memory or too many processes: the next job tries again
+                logger.error("a scoring process could not start: %s", error)
+                return None
             self._children.add(child)
             return child
 
@@ -175,7 +181,8 @@ class WorkerPool:
 class _Child:
     """One scoring process and the connection to it."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, setup: bytes) -> None:
+        self._setup: bytes | None = setup
         self._connection, theirs = connection.Pipe()
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
         # The fixed hash seed makes the order inside sympy's sets, and so every verdict, repeatable.
@@ -187,26 +194,28 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 env=environment,
             )
-        self._connection.send((target.module, target.name, target.arguments))
-        self._ready = False
 
     def wait_until_ready(self) -> None:
         """Block until the scorer is built. WorkerDied when that fails."""
-        if not self._ready:
+        if self._setup is not None:
+            self._send(self._setup)
             if not self._connection.poll(START_SECONDS):
                 raise WorkerDied
             self._receive()
-            self._ready = True
+            self._setup = None
 
-    def ask(self, arguments: tuple[Any, ...], timeout_s: float) -> RewardResult | str:
+    def ask(self, message: bytes, timeout_s: float) -> RewardResult | str:
         """One answer. TimeoutError or WorkerDied."""
-        try:
-            self._connection.send(arguments)
-        except OSError as error:
-            raise WorkerDied from error
+        self._send(message)
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return self._receive()
+
+    def _send(self, message: bytes) -> None:
+        try:
+            self._connection.send_bytes(message)
+        except OSError as error:
+            raise WorkerDied from error
 
     def _receive(self) -> Any:
         try:

@@ -107,10 +107,10 @@ def _pairing(gold: list[str], answer: list[str], in_order: bool) -> bool:
 
 def _equal_mixed(gold: str, gold_items: Items | None, answer: str, answer_items: Items | None) -> bool:
     """A list on one side only: intervals may still equal inequalities, `x=(1,2)` its value, `{5}` the 5."""
-    values = [value_of(side) or side for side in (gold, answer)]
-    if values != [gold, answer] and not (is_equation(gold) and is_equation(answer)):
-        return _equal_cleaned(*values)
     items = gold_items or answer_items
+    value = value_of(answer if gold_items else gold)  # of the side that is no list
+    if value is not None:
+        return _equal_cleaned(gold, value) if gold_items else _equal_cleaned(value, answer)
     if len(items.values) == 1:
         return _equal_cleaned(*((items.values[0], answer) if gold_items else (gold, items.values[0])))
     if items.brackets or re.search(r"[<>]|\\(?:le|ge|lt|gt|ne|in)(?![A-Za-z])", gold + answer):
