@@ -20,7 +20,7 @@ from trainer.loss import LossOptions, PolicyLoss
 from trainer.metrics import MetricLog
 from trainer.policy import Policy
 from trainer.prompts import PromptEncoder, PromptSource, load_rows, load_tokenizer, write_report
-from trainer.reward import CustomSpec, DomainSpec, OverlongSpec, RewardManager
+from trainer.reward import SCORED_DOMAINS, CustomSpec, DomainSpec, OverlongSpec, RewardManager
 from trainer.rollout import RolloutGroup
 from trainer.workers import RolloutWorker, TrainWorker
 
@@ -128,8 +128,9 @@ def _prompts(config: Config, encoder: PromptEncoder, part: str) -> PromptSource:
         dataset_dir=data.dataset_dir,
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,
+        files_key=f"data.{part}_files",
         domains=_domains(config),
-        custom_reward=config.reward.custom_reward_function.path is not None,
+        **_scorers(config),
         max_samples=data.train_max_samples if is_train else data.val_max_samples,
         missing_id=data.missing_id,
         duplicate_ids=data.duplicate_ids,
@@ -146,6 +147,14 @@ def _prompts(config: Config, encoder: PromptEncoder, part: str) -> PromptSource:
         truncation=data.truncation,
         filter_overlong=data.filter_overlong_prompts,
     )
+
+
+def _scorers(config: Config) -> dict:
+    """Which domains can be scored: all by the user's function, or those it is limited to beside the built-in ones."""
+    function = config.reward.custom_reward_function
+    if function.path is not None and function.domains is None:
+        return {"custom_reward": True}
+    return {"scorers": (*SCORED_DOMAINS, *(function.domains or ()))}
 
 
 def _domains(config: Config) -> dict[str, DomainSpec]:

@@ -43,7 +43,8 @@ class FsdpEngine(TrainEngine):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dp_rank, self.dp_size = self.rank, self.world
         self.is_output_rank, self.is_weight_source = True, self.rank == 0
-        random.seed(spec.seed), np.random.seed(spec.seed), torch.manual_seed(spec.seed)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(spec.seed)
         self.mesh = build_mesh(spec.device, self.backend.fsdp_size)
         self.model = build_on_meta(spec.model, dtype_of(self.backend.model_dtype, "model_dtype"))
         if spec.model.gradient_checkpointing:

@@ -71,7 +71,7 @@ def units(model: PreTrainedModel) -> list[FSDPModule]:
 
 
 def reshard(model: PreTrainedModel) -> None:
-    """Drop gathered weights. A forward pass without backward leaves the root's behind."""
+    """Free gathered weights: a forward pass without backward leaves at least the root's behind."""
     for unit in units(model):
         unit.reshard()
 

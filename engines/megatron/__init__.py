@@ -14,9 +14,10 @@ for _message in (
     r".*torch\.jit\.script",
     r"full scope is deprecated",  # the default of a CUDA graph option we do not touch
     r".*torch\.distributed\.(reduce_scatter|all_gather_into)_tensor.* is deprecated",
-    r"The \.grad attribute of a Tensor that is not a leaf",  # float32 shards of the distributed optimizer
 ):
     warnings.filterwarnings("ignore", message=_message)
+# Float32 shards of the distributed optimizer. Anywhere else the message would point at a mistake.
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", module=r"megatron\.")
 
 import megatron.core  # noqa: E402
 import megatron.core.distributed  # noqa: E402

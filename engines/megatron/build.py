@@ -205,7 +205,8 @@ def _check_splits(hf: dict[str, Any], backend: MegatronSpec, overrides: dict[str
     groups = hf["num_key_value_heads"]
     if groups % tp and tp % groups:
         raise ValueError(
-            f"got {groups} key/value heads with TP {tp}; expected one to divide the other; change tensor_model_parallel_size"
+            f"got {groups} key/value heads with TP {tp}; expected one to divide the other; "
+            "change tensor_model_parallel_size"
         )
     stages = backend.pipeline_model_parallel_size * (backend.virtual_pipeline_model_parallel_size or 1)
     uneven = (

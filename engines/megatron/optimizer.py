@@ -74,7 +74,8 @@ def zero_grad(chunks: list[DistributedDataParallel], optimizer: MegatronOptimize
 def step(optimizer: MegatronOptimizer, optim: OptimSpec, lr: float, loss_is_finite: Tensor) -> tuple[float, bool]:
     """Clip and apply, unless any rank saw a non-finite loss or norm. Returns (norm before clipping, applied).
 
-    loss_is_finite  bool scalar of this rank, on the compute device. The norm is that of the whole model: each element counts once under TP, PP, tied embeddings and DP.
+    loss_is_finite  bool scalar of this rank, on the compute device
+    The norm is that of the whole model: each element counts once under TP, PP, tied embeddings and DP.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())

@@ -27,7 +27,8 @@ def rope_parameters(hf: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"got rope type {kind!r}; expected default or llama3; use model_engine=fsdp for this model")
     if nested.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"got partial_rotary_factor={nested['partial_rotary_factor']}; expected 1.0; use model_engine=fsdp for this model"
+            f"got partial_rotary_factor={nested['partial_rotary_factor']}; expected 1.0; "
+            "use model_engine=fsdp for this model"
         )
     return {**nested, "rope_type": kind}
 

@@ -77,10 +77,22 @@ def _trajectory(folder: str, name: str, options: ForwardOptions, shuffled: bool)
     return steps
 
 
-def _run(tmp_path, world: int, cases: list[tuple]) -> None:
-    """Every case equals the first rank-one FSDP run, which the caller's process computes once per model."""
-    folders = [str(write_tiny_model(tmp_path / kind, kind)) for kind in KINDS]
-    reference = run_ranks(_trajectories, 1, folders, [("fsdp", ALL, False)])[0]
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[str]:
+    return [str(write_tiny_model(tmp_path_factory.mktemp(kind), kind)) for kind in KINDS]
+
+
+@pytest.fixture(scope="module")
+def reference(folders) -> list[list[dict]]:
+    """FSDP on one rank with the whole batch at once; one trajectory per model."""
+    trajectories = run_ranks(_trajectories, 1, folders, [("fsdp", ALL, False)])[0]
+    for steps in trajectories:
+        losses = {round(step["loss"].value, 3) for step in steps}
+        assert len(losses) == STEPS, f"a trajectory that does not move proves nothing: {losses}"
+    return trajectories
+
+
+def _check(folders: list[str], reference: list[list[dict]], world: int, cases: list[tuple]) -> None:
     ranks = run_ranks(_trajectories, world, folders, cases, timeout=240)
     for i, trajectories in enumerate(zip(*ranks, strict=True)):
         expected, label = reference[i // len(cases)], (KINDS[i // len(cases)], *cases[i % len(cases)])
@@ -88,25 +100,21 @@ def _run(tmp_path, world: int, cases: list[tuple]) -> None:
             got = merge(parts)
             for key in ("loss", "actor/grad_norm", "actor/lr"):
                 assert got[key].value == pytest.approx(want[key].value, rel=1e-4), (label, step, key)
-    losses = [step["loss"].value for step in reference[0]]
-    assert len({round(loss, 3) for loss in losses}) == STEPS, (
-        f"a trajectory that does not move proves nothing: {losses}"
-    )
 
 
 @pytest.mark.gloo
-def test_one_rank_however_the_batch_is_cut(tmp_path):
+def test_one_rank_however_the_batch_is_cut(folders, reference):
     cuts = [(BY_ONE, False), (BY_TWO, True), (BUDGET, False), (ALL, False)]
-    _run(tmp_path, 1, [(name, *cut) for name in ("fsdp", "megatron") for cut in cuts])
+    _check(folders, reference, 1, [(name, *cut) for name in ("fsdp", "megatron") for cut in cuts])
 
 
 @pytest.mark.gloo
-def test_two_ranks_in_every_layout(tmp_path):
+def test_two_ranks_in_every_layout(folders, reference):
     layouts = [("fsdp", BY_TWO, True), ("tp2", BY_TWO, False), ("pp2", BY_ONE, False), ("megatron", BUDGET, True)]
-    _run(tmp_path, 2, layouts)
+    _check(folders, reference, 2, layouts)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_tensor_and_pipeline_parallel_together(tmp_path):
-    _run(tmp_path, 4, [("tp2 pp2", BY_ONE, False), ("tp2 pp2", BUDGET, True)])
+def test_tensor_and_pipeline_parallel_together(folders, reference):
+    _check(folders, reference, 4, [("tp2 pp2", BY_ONE, False), ("tp2 pp2", BUDGET, True)])

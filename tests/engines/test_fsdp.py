@@ -240,6 +240,18 @@ def test_every_parameter_has_one_place_in_the_optimizer(models, kind):
     assert sum(sizes) == sum(t.numel() for t in load_file(models[kind] / "model.safetensors").values())
 
 
+def test_scoring_leaves_no_stale_weights_behind(models, tmp_path):
+    """Gathered copies from a forward pass must not outlive it: the next load and export use the shards."""
+    other = write_tiny_model(tmp_path, "llama", seed=5)
+    engine = loaded_engine(models["llama"], optim=None, param_dtype="bfloat16")
+    engine.log_probs(make_batch([1]), ONE_BY_ONE)
+    source = load_file(models["llama"] / "model.safetensors")
+    assert all(torch.equal(tensor, source[name].bfloat16()) for name, tensor in engine.hf_weights())
+    engine.load(other)
+    expected = loaded_engine(other, optim=None, param_dtype="bfloat16").log_probs(make_batch([1]), ONE_BY_ONE)
+    assert torch.equal(engine.log_probs(make_batch([1]), ONE_BY_ONE).log_probs, expected.log_probs)
+
+
 def test_export_is_in_the_compute_dtype(models):
     engine = loaded_engine(models["llama"], param_dtype="bfloat16")
     source = load_file(models["llama"] / "model.safetensors")

@@ -19,10 +19,11 @@ from tests.tiny import write_tiny_model
 
 SEQUENCES = [list(range(20, 39)), [5, 6, 7, 8, 9, 129, 12], [3, 100, 129, 4], [77, 3, 41, 11, 9]]
 OPTIONS = ForwardOptions(micro_batch_size=1)
+OPTIM = OptimSpec(LrSchedule(1e-3))
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
-def _engine(folder, optim=OptimSpec(LrSchedule(1e-3)), **backend):
+def _engine(folder, optim=OPTIM, **backend):
     spec = TrainEngineSpec(
         "megatron", "cpu", ModelSpec(folder), MegatronSpec(**{"dtype": "float32", **backend}), optim, timeout_s=60
     )
@@ -81,16 +82,6 @@ def _resume(rank, world, folder, directory, backends):
     engine.close()
 
 
-@pytest.mark.gloo
-def test_a_restored_run_continues_bit_identically_and_only_on_its_own_layout(tmp_path):
-    folder = str(write_tiny_model(tmp_path / "model", "llama_tied"))
-    backends = [
-        dict(dtype="bfloat16", use_distributed_optimizer=True),
-        dict(dtype="float32", use_distributed_optimizer=False, tensor_model_parallel_size=2),
-    ]
-    run_ranks(_resume, 2, folder, str(tmp_path), backends)
-
-
 def _nonfinite(rank, world, folder, backends):
     def poisoned(output, batch, denominators):
         loss, metrics = _loss(output, batch, denominators)
@@ -120,15 +111,22 @@ def _nonfinite(rank, world, folder, backends):
         engine.close()
 
 
+def _two_ranks(rank, world, model, tied_model, directory):
+    """Two properties in one pair of processes: starting them costs more than tiny models do."""
+    sharded, whole = (dict(dtype="bfloat16", use_distributed_optimizer=flag) for flag in (True, False))
+    tensor_parallel = dict(use_distributed_optimizer=False, tensor_model_parallel_size=2)
+    _resume(rank, world, tied_model, directory, [sharded, tensor_parallel])
+    _nonfinite(rank, world, model, [dict(), whole])
+
+
 @pytest.mark.gloo
-def test_a_non_finite_loss_on_one_rank_changes_nothing_anywhere(tmp_path):
-    folder = str(write_tiny_model(tmp_path, "qwen3"))
-    backends = [dict(), dict(dtype="bfloat16", use_distributed_optimizer=False)]
-    run_ranks(_nonfinite, 2, folder, backends)
+def test_resume_is_bit_identical_and_a_non_finite_loss_on_one_rank_changes_nothing_anywhere(tmp_path):
+    models = [str(write_tiny_model(tmp_path / kind, kind)) for kind in ("qwen3", "llama_tied")]
+    run_ranks(_two_ranks, 2, *models, str(tmp_path))
 
 
 def _one_rank(rank, world, folder):
-    """Several properties in one process: starting one costs more than a tiny model does."""
+    """Several properties in one process, for the same reason."""
     with pytest.raises(ValueError, match=re.escape("1 ranks for TP 2 x PP 1")):
         _engine(folder, tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match="context_parallel_size=2"):

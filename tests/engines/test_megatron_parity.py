@@ -25,6 +25,8 @@ TOKENS = float(sum(map(sum, MASKS)))
 # A large eps keeps Adam's first step smooth in the gradient (with 1e-8 it is the sign): each weight then
 # shows its own gradient's size. Decay and clipping are strong enough to be seen.
 OPTIM = OptimSpec(LrSchedule(1e-2), weight_decay=0.5, eps=1e-2, clip_grad=0.7)
+LLAMA3 = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3["original_max_position_embeddings"] = 64
 UNEVEN = {"num_layers_in_first_pipeline_stage": 1}
 LAYOUTS = {
     "tp1": {},
@@ -119,37 +121,32 @@ def _check(folder: str, layout: str, ranks: list[dict]) -> None:
     assert all(not result["before"] and not result["after"] for result in ranks[1:])
 
 
-def _run(tmp_path: Path, world: int, layouts: dict[str, tuple[str, ...]], **changes: object) -> None:
-    folders = {
-        kind: str(write_tiny_model(tmp_path / kind, kind, **changes)) for kinds in layouts.values() for kind in kinds
-    }
-    cases = [(folders[kind], layout) for layout, kinds in layouts.items() for kind in kinds]
-    results = run_ranks(_on_rank, world, cases)
-    for i, (folder, layout) in enumerate(cases):
-        _check(folder, layout, [rank[i] for rank in results])
+def _run(tmp_path: Path, world: int, cases: list[tuple[str, str, dict]]) -> None:
+    """Each case is (layout, kind of tiny model, changes to its config); all share one set of processes."""
+    prepared = [
+        (str(write_tiny_model(tmp_path / str(i), kind, **changes)), layout)
+        for i, (layout, kind, changes) in enumerate(cases)
+    ]
+    results = run_ranks(_on_rank, world, prepared)
+    for i, (folder, layout) in enumerate(prepared):
+        _check(folder, f"{layout} {cases[i][1]}", [rank[i] for rank in results])
 
 
 @pytest.mark.gloo
 def test_one_rank_equals_transformers_for_every_family(tmp_path):
-    _run(tmp_path, 1, {"tp1": KINDS})
+    _run(tmp_path, 1, [("tp1", kind, {}) for kind in KINDS])
 
 
 @pytest.mark.gloo
-def test_tensor_pipeline_and_data_parallel_equal_transformers(tmp_path):
-    few = ("qwen3", "llama_tied")
-    _run(
-        tmp_path,
-        2,
-        {"tp2": KINDS, "tp2 without sp": ("qwen3",), "pp2": few, "dp2": few, "dp2 plain optimizer": ("qwen2",)},
-    )
-
-
-@pytest.mark.gloo
-def test_interleaved_pipeline_equals_transformers(tmp_path):
-    """Five sequences make three micro-batches: one filler completes the schedule's multiple of two."""
-    _run(tmp_path, 2, {"vpp2": ("llama_tied",)}, num_hidden_layers=4)
-
-
-@pytest.mark.gloo
-def test_more_tensor_ranks_than_key_value_heads(tmp_path):
-    _run(tmp_path, 2, {"tp2": ("llama",)}, num_key_value_heads=1)
+def test_two_ranks_equal_transformers_in_every_layout(tmp_path):
+    """`vpp2`: five sequences make three micro-batches, and a filler completes the schedule's multiple of two."""
+    cases = [("tp2", kind, {}) for kind in KINDS]
+    cases += [(layout, kind, {}) for layout in ("pp2", "dp2") for kind in ("qwen3", "llama_tied")]
+    cases += [
+        ("tp2", "llama", dict(num_key_value_heads=1)),  # fewer key/value heads than tensor-parallel ranks
+        ("tp2 without sp", "qwen3", {}),
+        ("dp2 plain optimizer", "qwen2", {}),
+        ("vpp2", "llama_tied", dict(num_hidden_layers=4)),
+        ("pp2", "llama", dict(rope_parameters=LLAMA3)),
+    ]
+    _run(tmp_path, 2, cases)

@@ -2,6 +2,6 @@
 
 from trainer.reward.dispatch import RewardManager
 from trainer.reward.result import RewardResult
-from trainer.reward.spec import CustomSpec, DomainSpec, OverlongSpec
+from trainer.reward.spec import SCORED_DOMAINS, CustomSpec, DomainSpec, OverlongSpec
 
-__all__ = ["CustomSpec", "DomainSpec", "OverlongSpec", "RewardManager", "RewardResult"]
+__all__ = ["SCORED_DOMAINS", "CustomSpec", "DomainSpec", "OverlongSpec", "RewardManager", "RewardResult"]

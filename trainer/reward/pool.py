@@ -6,6 +6,7 @@ no signal handler runs. So the watching thread waits with a limit and kills the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -182,7 +183,7 @@ class _Child:
     """One scoring process and the connection to it."""
 
     def __init__(self, setup: bytes) -> None:
-        self._setup: bytes | None = setup
+        self._ready = False
         self._connection, theirs = connection.Pipe()
         path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
         # The fixed hash seed makes the order inside sympy's sets, and so every verdict, repeatable.
@@ -194,28 +195,26 @@ class _Child:
                 pass_fds=(theirs.fileno(),),
                 env=environment,
             )
+        with contextlib.suppress(OSError):  # a process that is dead already shows when its answer is awaited
+            self._connection.send_bytes(setup)
 
     def wait_until_ready(self) -> None:
         """Block until the scorer is built. WorkerDied when that fails."""
-        if self._setup is not None:
-            self._send(self._setup)
+        if not self._ready:
             if not self._connection.poll(START_SECONDS):
                 raise WorkerDied
             self._receive()
-            self._setup = None
+            self._ready = True
 
     def ask(self, message: bytes, timeout_s: float) -> RewardResult | str:
         """One answer. TimeoutError or WorkerDied."""
-        self._send(message)
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError
-        return self._receive()
-
-    def _send(self, message: bytes) -> None:
         try:
             self._connection.send_bytes(message)
         except OSError as error:
             raise WorkerDied from error
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return self._receive()
 
     def _receive(self) -> Any:
         try:
