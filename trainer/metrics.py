@@ -51,7 +51,7 @@ class CsvLog:
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self.path = path
-        self._columns: list[str] = []
+        self._columns: list[str] = list(LEADING_COLUMNS)
         self._rows: list[dict[str, str]] = []
         if path.exists() and resume_step > 0:
             with path.open(newline="") as file:
@@ -61,11 +61,10 @@ class CsvLog:
             self._rewrite()
 
     def write(self, row: dict[str, float]) -> None:
-        names = [name for name in LEADING_COLUMNS if name in row] + [name for name in row if name not in LEADING_COLUMNS]
-        new = [name for name in names if name not in self._columns]
+        new = [name for name in row if name not in self._columns]
         text = {name: _format(value) for name, value in row.items()}
         self._rows.append(text)
-        if new:
+        if new or not self.path.exists():
             self._columns += new
             self._rewrite()
             return

@@ -100,7 +100,7 @@ class MegatronEngine(TrainEngine):
         self._bridge.load(hf_path)
         if self.optimizer is not None:
             # Otherwise the first step would bring back the main weights of the empty model.
-            pass
+            self.optimizer.reload_model_params()
 
     def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
         for chunk in self.chunks:

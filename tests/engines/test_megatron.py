@@ -12,6 +12,7 @@ from engines import build_train_engine
 from engines.base import ForwardOptions
 from engines.batch import Denominators, TrainBatch
 from engines.megatron import cpu
+from engines.megatron.offload import HostCopy
 from engines.metric import Metric
 from engines.spec import LrSchedule, MegatronSpec, ModelSpec, OptimSpec, TrainEngineSpec
 from tests.ranks import run_ranks
@@ -180,3 +181,18 @@ def test_torch_itself_is_not_patched():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert before == (torch.cuda.current_device, torch.zeros, torch.Tensor.type, torch.Tensor.cuda)
     assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves storages between a CUDA device and the host")
+def test_offloading_frees_device_memory_and_keeps_every_view():
+    buffer = torch.arange(2**20, dtype=torch.float32, device="cuda")
+    view, copy, zeros = buffer[5:10].view(5, 1), HostCopy(), HostCopy(keep=False)
+    grads = torch.ones(7, device="cuda")
+    expected, before = view.cpu(), torch.cuda.memory_allocated()
+    copy.offload([buffer, view])
+    zeros.offload([grads])
+    assert torch.cuda.memory_allocated() <= before - 4 * 2**20
+    copy.onload()
+    zeros.onload()
+    assert torch.equal(view.cpu(), expected) and not grads.any()
