@@ -29,6 +29,8 @@ def build_rollout_engine(spec: RolloutEngineSpec) -> RolloutEngine:
 
 def _lookup(table: dict, key: object) -> type:
     if key not in table:
-        raise ValueError(f"got engine {key!r}; expected one of {sorted(map(str, table))}; set model_engine or trainer.device")
+        raise ValueError(
+            f"got engine {key!r}; expected one of {sorted(map(str, table))}; set model_engine or trainer.device"
+        )
     module, name = table[key].split(":")
     return getattr(import_module(module), name)

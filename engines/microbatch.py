@@ -47,7 +47,9 @@ def _longest_first(lengths: Sequence[int], slots: int) -> list[list[int]]:
     return [sorted(rows) for rows in plan]
 
 
-def split(batch: TrainBatch, options: ForwardOptions, group: dist.ProcessGroup | None) -> list[tuple[list[int], TrainBatch]]:
+def split(
+    batch: TrainBatch, options: ForwardOptions, group: dist.ProcessGroup | None
+) -> list[tuple[list[int], TrainBatch]]:
     """(row numbers, packed micro-batch) pairs; empty slots hold a masked copy of the shortest sequence
     and no row numbers. `group` is the DP group whose ranks must agree on the count."""
     lengths = batch.lengths

@@ -18,14 +18,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TIMED = ("timing_", "time/", "perf/")  # columns that differ from run to run
 
 # Rewards how much of the answer is digits: a tiny random model moves on it at once.
-DIGITS_REWARD = '''
+DIGITS_REWARD = """
 import time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, pause=0.0):
     time.sleep(pause)
     share = sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))
     return {"score": share, "acc": float(share > 0.5)}
-'''
+"""
 
 
 def write_inputs(folder: Path, kind: str = "qwen3") -> dict[str, Path]:

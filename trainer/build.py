@@ -72,7 +72,9 @@ def build(loaded: Loaded) -> Trainer:
         rewards = _rewards(config)
         cluster = Cluster(_processes(config), _worker_env(config), dict(config.ray_kwargs.ray_init.runtime_env))
         try:
-            train, rollout, address = _start_workers(config, cluster, actor, reference, wiring.rollout_spec(config, device))
+            train, rollout, address = _start_workers(
+                config, cluster, actor, reference, wiring.rollout_spec(config, device)
+            )
         except BaseException:
             rewards.close()
             cluster.shutdown()
@@ -263,7 +265,11 @@ def _start_workers(
     )
     threads = wiring.threads_per_process(replicas)
     rollout = cluster.spawn(
-        "rollout", RolloutWorker, rollout_place, [(index, threads, rollout_spec, sync) for index in range(replicas)], share
+        "rollout",
+        RolloutWorker,
+        rollout_place,
+        [(index, threads, rollout_spec, sync) for index in range(replicas)],
+        share,
     )
     rendezvous = train.start("rendezvous").wait()[0]
     wait(train.start("build", rendezvous), rollout.start("ready"))

@@ -23,7 +23,13 @@ log = logging.getLogger(__name__)
 # After one worker failed its peers usually fail too (a closed connection, a time-out). Waiting this long
 # for the others lets the cause be told from the echo.
 GRACE_S = 3.0
-ECHOES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "closed the weight channel", "Timed out waiting")
+ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "closed the weight channel",
+    "Timed out waiting",
+)
 
 
 class WorkerFailed(RuntimeError):
@@ -129,7 +135,9 @@ class WorkerGroup:
     def start_each(self, method: str, arguments: Sequence[tuple]) -> Pending:
         """Call worker i with arguments[i]."""
         assert len(arguments) == len(self.handles), f"{len(arguments)} argument tuples for {len(self.handles)} workers"
-        return Pending(self, method, [getattr(h, method).remote(*each) for h, each in zip(self.handles, arguments, strict=True)])
+        return Pending(
+            self, method, [getattr(h, method).remote(*each) for h, each in zip(self.handles, arguments, strict=True)]
+        )
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.start(method, *args).wait()
@@ -196,4 +204,3 @@ def _failure(failures: list[tuple[str, Exception]]) -> WorkerFailed:
     if isinstance(error, RayActorError):
         return WorkerFailed(f"{label}: the process died.\n{error}")
     return WorkerFailed(f"{label} failed:\n{error}")
-

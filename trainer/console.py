@@ -43,7 +43,9 @@ class Console:
         self._rich.print(text, highlight=False, markup=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, name: str, timings: dict[str, float], key: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    def phase(
+        self, name: str, timings: dict[str, float], key: str, total: int | None = None
+    ) -> Iterator[Callable[[], None]]:
         """Show the phase while it runs and record its seconds under `timing_s/<key>`; yields `advance()`."""
         progress = Progress(
             SpinnerColumn(),

@@ -1,6 +1,6 @@
 """The loop: six rooms in order.
 
-    1 prompts -> 2 rollout -> 3 reward -> 4 advantage -> 5 update -> 6 weight sync
+1 prompts -> 2 rollout -> 3 reward -> 4 advantage -> 5 update -> 6 weight sync
 """
 
 from __future__ import annotations

@@ -30,7 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         log.warning(notice)
     if loaded.action == "run":
         return run(loaded)
-    text = {"dry-run": lambda: size_summary(loaded), "cfg": lambda: to_yaml(loaded.config), "explain": lambda: loaded.text}
+    text = {
+        "dry-run": lambda: size_summary(loaded),
+        "cfg": lambda: to_yaml(loaded.config),
+        "explain": lambda: loaded.text,
+    }
     sys.stdout.write(text[loaded.action]() + "\n")
     return 0
 

@@ -53,7 +53,9 @@ class Scores:
 class TrainWorker:
     """One training rank: the actor engine and, beside it on the same devices, the frozen reference."""
 
-    def __init__(self, rank: int, world: int, threads: int, actor: TrainEngineSpec, reference: TrainEngineSpec | None) -> None:
+    def __init__(
+        self, rank: int, world: int, threads: int, actor: TrainEngineSpec, reference: TrainEngineSpec | None
+    ) -> None:
         _start_process(threads, f"train rank {rank}")
         self.rank, self.world = rank, world
         self._specs = (actor, reference)
@@ -63,7 +65,11 @@ class TrainWorker:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        host = "127.0.0.1" if self.world == int(os.environ["LOCAL_WORLD_SIZE"]) else socket.gethostbyname(socket.gethostname())
+        host = (
+            "127.0.0.1"
+            if self.world == int(os.environ["LOCAL_WORLD_SIZE"])
+            else socket.gethostbyname(socket.gethostname())
+        )
         return f"tcp://{host}:{port}"
 
     def build(self, address: str) -> None:

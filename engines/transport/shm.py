@@ -189,7 +189,9 @@ class ShmReceiver:
             self._map()
         kind, *rest = self._next()
         if kind != "begin" or rest[0] != version:
-            raise TransportError(f"got weights ({kind}, {rest}); expected version {version}; trainer and rollout are out of step")
+            raise TransportError(
+                f"got weights ({kind}, {rest}); expected version {version}; trainer and rollout are out of step"
+            )
         flat = torch.frombuffer(self._memory, dtype=torch.uint8)
         seen = seen_bytes = 0
         whole: Tensor | None = None  # a tensor that arrives in pieces
@@ -233,7 +235,9 @@ class ShmReceiver:
     def _verify(self, slot: int, used: int, crc: int | None) -> None:
         start = slot * self._slot_bytes
         if crc is not None and zlib.crc32(memoryview(self._memory)[start : start + used]) != crc:
-            raise TransportError(f"bucket checksum differs in slot {slot} ({used} bytes): the weights changed on the way")
+            raise TransportError(
+                f"bucket checksum differs in slot {slot} ({used} bytes): the weights changed on the way"
+            )
 
     def _next(self) -> tuple:
         return _receive(self._sender, self._timeout_s, "the training rank")
