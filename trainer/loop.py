@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engines.base import ForwardOptions, Prompt, Sample, SamplingParams
 from engines.batch import TrainBatch
@@ -20,7 +19,7 @@ from trainer import checkpoint, cluster
 from trainer.advantage import AdvantageOptions, compute_advantages
 from trainer.advantage_input import AdvantageInput
 from trainer.batching import build_batch, mini_batches
-from trainer.cluster import Cluster, WorkerGroup
+from trainer.cluster import Cluster
 from trainer.config import Config
 from trainer.consistency import ConsistencyMonitor, probability_difference
 from trainer.console import Console

@@ -14,7 +14,7 @@ import logging
 import signal
 import sys
 
-from trainer.config import ConfigErrors, Loaded, explain, load_config, size_summary, to_yaml
+from trainer.config import ConfigErrors, Loaded, load_config, size_summary, to_yaml
 
 log = logging.getLogger("trainer")
 
