@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 setup(
     name="mindspeed-rl-trainer",
     version="0.1.0",
-    description="VeRL-style reinforcement learning for LLMs on Megatron-Core/MindSpeed and FSDP2, with an exact weight bridge",
+    description="VeRL-style RL for LLMs on Megatron-Core/MindSpeed and FSDP2, with an exact weight bridge",
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["trainer", "trainer.*", "engines", "engines.*", "bridge", "bridge.*"]),

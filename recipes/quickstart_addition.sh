@@ -27,6 +27,7 @@ ROLLOUT=(
   actor_rollout_ref.rollout.n=8
   actor_rollout_ref.rollout.temperature=1.0
   actor_rollout_ref.rollout.tensor_model_parallel_size=1
+  actor_rollout_ref.rollout.dtype=float32   # its rounding would add to that of the bf16 training forward
   actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64
 )
 REWARD=(
@@ -48,7 +49,7 @@ TRAINER=(
   trainer.n_gpus_per_node=2
   trainer.total_training_steps=12
   trainer.test_freq=4
-  trainer.save_freq=6
+  trainer.save_freq=12
   trainer.max_actor_ckpt_to_keep=1
   "trainer.logger=[console,tensorboard]"
   trainer.log_val_generations=2

@@ -205,7 +205,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Accuracy on the validation files with their own sampling (greedy unless val_kwargs say otherwise)."""
         records: list[ValRecord] = []
-        for items in self.val_prompts.validation_batches(self.config.data.val_batch_size):
+        for items in self.val_prompts.validation_batches(self.config.data.val_batch_size or len(self.val_prompts)):
             records += [val_record(each) for each in self.generate_and_score(items, validation=True)]
         if self.config.trainer.validation_data_dir:
             write_samples(Path(self.config.trainer.validation_data_dir) / f"val_{self.global_step}.jsonl", records)

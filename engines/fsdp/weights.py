@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from bridge import HfCheckpoint
+from bridge.gather import all_gather
 from engines.fsdp.shard import chunk_rows, local, owned_rows
 from engines.hf_model import DiskTensor, check_names, disk_layout, tied_names
 
@@ -112,7 +113,7 @@ def _gather(
     gathered_nL = send.unsqueeze(0)
     if ranks > 1:
         gathered_nL = send.new_empty(ranks, send.numel())
-        dist.all_gather_into_tensor(gathered_nL.flatten(), send, group=group)
+        all_gather(gathered_nL.flatten(), send, group=group)
     if not emit:
         return
     pieces = dict(zip(sizes, gathered_nL.split(list(sizes.values()), dim=1), strict=True))

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import shutil
 import tempfile
 import zlib
@@ -33,12 +32,7 @@ from torch import Tensor
 ALIGN = 256  # bytes; a float32 view after an odd bfloat16 tensor needs it
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where receivers connect: socket path and the key that proves they were invited."""
-
-    path: str
-    key: bytes
+Address = str  # path of the control socket, in a folder that only this user can enter
 
 
 @dataclass(frozen=True)
@@ -75,8 +69,8 @@ class ShmSender:
 
     def __init__(self, receivers: int, bucket_bytes: int, timeout_s: float) -> None:
         self._folder = tempfile.mkdtemp(prefix="weights_")
-        self.address = Address(f"{self._folder}/control", secrets.token_bytes(16))
-        self._listener = connection.Listener(self.address.path, "AF_UNIX", backlog=receivers, authkey=self.address.key)
+        self.address: Address = f"{self._folder}/control"
+        self._listener = connection.Listener(self.address, "AF_UNIX", backlog=receivers)
         self._receivers = receivers
         self._slot_bytes = -(-bucket_bytes // ALIGN) * ALIGN
         self._timeout_s = timeout_s
@@ -179,7 +173,7 @@ class ShmReceiver:
 
     def __init__(self, address: Address, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._sender = connection.Client(address.path, "AF_UNIX", authkey=address.key)
+        self._sender = connection.Client(address, "AF_UNIX")
         self._memory: mmap.mmap | None = None
         self._slot_bytes = 0
 

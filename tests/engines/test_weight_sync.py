@@ -92,7 +92,7 @@ def test_a_refusal_carries_its_text_to_the_sender():
         receiver.refuse("missing: model.norm.weight")
 
     thread = _start_receiver(sender, refuse)
-    with pytest.raises(TransportError, match="missing: model.norm.weight"):
+    with pytest.raises(TransportError, match=r"missing: model\.norm\.weight"):
         sender.send(iter(_tensors().items()), 1, checksum=False)
     thread.join()
     sender.close()
@@ -137,7 +137,7 @@ def test_the_wrong_version_is_an_error_and_silence_times_out():
 
     done = threading.Event()
     thread = _start_receiver(sender, wait_for_another_version)
-    with pytest.raises(TransportError, match="for 0.3 s"):
+    with pytest.raises(TransportError, match=r"for 0\.3 s"):
         sender.send(iter(_tensors().items()), 1, checksum=False)
     done.set()
     thread.join()
