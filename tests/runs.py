@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from pathlib import Path
 from tests.tiny import write_tiny_model, write_tiny_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TIMED = ("timing_", "time/", "perf/")  # columns that differ from run to run
+# Columns that measure time or memory: they differ from run to run.
+TIMED = re.compile(r"timing_|time/|perf/|reward/\w+/(latency_\w+|queue_max)")
 
 # Rewards how much of the answer is digits: a tiny random model moves on it at once.
 DIGITS_REWARD = """
@@ -141,5 +143,5 @@ def metrics(run_dir: Path) -> list[dict[str, str]]:
 
 
 def untimed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Rows without the columns that measure time or memory."""
-    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+    """Rows without the columns that measure time or memory, and whatever the order of the columns."""
+    return [{name: value for name, value in row.items() if not TIMED.match(name)} for row in rows]
