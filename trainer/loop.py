@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class Trainer:
             if self._due(settings.test_freq):
                 row |= self.validate()
             if self._due(settings.save_freq):
-                self.save()
+                self.save(row)
             self._report(row)
         self._summary()
 
@@ -117,9 +117,10 @@ class Trainer:
         with self._phase("step", "step"):
             items = self.prompts.next_batch()  # 1 prompts
             scored = self.generate_and_score(items)  # 2 rollout, 3 reward: scoring runs while others still decode
-            batch, metrics = self.score_log_probs(scored)
-            metrics |= self.compute_advantages(batch, scored)  # 4 advantage
-            metrics |= self.update_policy(batch, len(items))  # 5 update
+            with self._training_turn():
+                batch, metrics = self.score_log_probs(scored)
+                metrics |= self.compute_advantages(batch, scored)  # 4 advantage
+                metrics |= self.update_policy(batch, len(items))  # 5 update
             self.global_step += 1
             self.sync_weights()  # 6 weight sync
         self._dump(batch, scored)
@@ -199,6 +200,16 @@ class Trainer:
             push = self.policy.group.start("push_weights", self.global_step)
             pull = self.rollout.group.start("pull_weights", self.rollout.address, self.global_step)
             cluster.wait(push, pull)
+            self.policy.offload()
+
+    @contextmanager
+    def _training_turn(self) -> Iterator[None]:
+        """Colocated roles take turns on the devices: the rollout frees its caches, the trainer comes back from
+        the host (where the configuration sent it). After the next sync it leaves again."""
+        self.rollout.sleep()
+        self.policy.onload()
+        yield
+        self.rollout.wake()
 
     # --- around the loop --------------------------------------------------------------------------------------
 
@@ -214,21 +225,24 @@ class Trainer:
             self.console.samples(f"validation samples at step {self.global_step}", columns, rows)
         return summarise(records)
 
-    def save(self) -> Path:
-        """Checkpoint of everything that the next step depends on."""
+    def save(self, row: dict[str, float]) -> Path:
+        """Checkpoint of everything that the next step depends on; `row` are the metrics of this one."""
         contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
         state = {
             "step": self.global_step,
             "cursor": self.prompts.state_dict(),
             "monitor": self.monitor.state_dict(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "metrics": self._complete(row),
         }
 
         def write(folder: Path) -> None:
             shutil.copytree(self.run_dir / "config", folder / "config")
+            self.policy.onload()
             self.policy.save(folder / "actor")
             if "hf_model" in contents:
                 self.policy.export_hf(folder / "hf_model", self.config.actor_rollout_ref.model.path)
+            self.policy.offload()
 
         with self._phase("checkpoint", "save_checkpoint"):
             keep = self.config.trainer.max_actor_ckpt_to_keep
@@ -249,6 +263,8 @@ class Trainer:
         self.prompts.load_state_dict(state["cursor"], allow_changed_files=self.config.data.allow_changed_files)
         self.monitor.load_state_dict(state["monitor"])
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        if self.global_step not in self.metrics.csv.steps:  # killed after the save, before the row was written
+            self.metrics.write(state["metrics"])
         self.console.say(f"resumed from {self.resume_from}: next is step {self.global_step + 1}")
 
     def _check_failed(self, scored: list[Scored]) -> None:
@@ -291,13 +307,14 @@ class Trainer:
 
     def _row(self, metrics: Metrics, num_tokens: int) -> dict[str, float]:
         values = {name: metric.value for name, metric in metrics.items()}
-        values |= {"training/global_step": self.global_step, "training/epoch": self.prompts.epoch}
         memory = [*self.policy.group.call("memory_gb"), *self.rollout.group.call("memory_gb")]
         return values | step_performance(self.timings["timing_s/step"], num_tokens, len(self.policy.group), memory)
 
+    def _complete(self, row: dict[str, float]) -> dict[str, float]:
+        return {"training/global_step": self.global_step, "training/epoch": self.prompts.epoch} | row | self.timings
+
     def _report(self, row: dict[str, float]) -> None:
-        row = {"training/global_step": self.global_step, "training/epoch": self.prompts.epoch} | row | self.timings
-        self.console.step(self.metrics.write(row))
+        self.console.step(self.metrics.write(self._complete(row)))
 
     def _dump(self, batch: TrainBatch, scored: list[Scored]) -> None:
         if self.config.trainer.rollout_data_dir:

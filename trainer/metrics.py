@@ -79,6 +79,10 @@ class CsvLog:
             writer.writerows(self._rows)
         os.replace(partial, self.path)
 
+    @property
+    def steps(self) -> set[int]:
+        return {int(row["training/global_step"]) for row in self._rows}
+
     def column(self, name: str) -> list[tuple[int, float]]:
         """(step, value) pairs of the rows that have it."""
         return [(int(row["training/global_step"]), float(row[name])) for row in self._rows if row.get(name)]

@@ -74,3 +74,9 @@ class Policy:
 
     def export_hf(self, directory: Path, source: str) -> None:
         self.group.call("export_hf", str(directory), source)
+
+    def onload(self) -> None:
+        self.group.call("onload")
+
+    def offload(self) -> None:
+        self.group.call("offload")

@@ -91,6 +91,7 @@ class TrainWorker:
         if reference is not None:
             self.reference = build_train_engine(reference)
             self.reference.load(reference.model.path)
+            self.reference.offload()
 
     def dp_place(self) -> tuple[int, int, bool]:
         """(dp rank, dp size, whether this rank answers for its DP share)."""
@@ -99,7 +100,11 @@ class TrainWorker:
     def score(self, batch: TrainBatch, options: ForwardOptions, ref_options: ForwardOptions | None) -> Scores | None:
         """Log-probs under the current weights and, with `ref_options`, under the reference."""
         old = self.engine.log_probs(batch, options)
-        ref = self.reference.log_probs(batch, ref_options) if ref_options is not None else None
+        ref = None
+        if ref_options is not None:
+            self.reference.onload()
+            ref = self.reference.log_probs(batch, ref_options)
+            self.reference.offload()
         if not self.engine.is_output_rank:
             return None
         return Scores(old.log_probs, old.entropy, ref.log_probs if ref is not None else None)

@@ -27,6 +27,7 @@ def test_a_resumed_log_drops_the_rows_that_will_be_written_again(tmp_path):
     for step in range(5):
         log.write({"training/global_step": step, "x": float(step)})
     log = CsvLog(tmp_path / "metrics.csv", 2)
+    assert log.steps == {0, 1, 2}
     log.write({"training/global_step": 3, "x": 33.0})
     assert [row["x"] for row in _read(tmp_path / "metrics.csv")] == ["0", "1", "2", "33"]
 

@@ -67,7 +67,7 @@ def inherit(values: dict[str, Any], explicit: Mapping[str, Item], engine: str) -
         names = values["trainer.project_name"], values["trainer.experiment_name"]
         values["trainer.default_local_dir"] = "/".join(("checkpoints", *names))
     _rollout(values, explicit, notices)
-    _sequence_parallel(values, notices, engine)
+    _sequence_parallel(values, explicit, notices, engine)
     return notices
 
 
@@ -117,13 +117,13 @@ def _rollout(values: dict[str, Any], explicit: Mapping[str, Item], notices: list
         notices.append(f"{key}=1: rollout.name=hf runs one replica per process")
 
 
-def _sequence_parallel(values: dict[str, Any], notices: list[str], engine: str) -> None:
-    """It shards over tp: with tp 1 there is nothing to shard."""
+def _sequence_parallel(values: dict[str, Any], explicit: Mapping[str, Item], notices: list[str], engine: str) -> None:
+    """It shards over tp: with tp 1 there is nothing to shard. Said only to those who asked for it."""
     if engine != "megatron":
         return
     for role in (ACTOR, REF, "critic"):
         key = f"{role}.megatron.sequence_parallel"
         if values[key] and values[f"{role}.megatron.tensor_model_parallel_size"] == 1:
             values[key] = False
-            if role == ACTOR:
+            if role == ACTOR and key in explicit:
                 notices.append(f"{key}=False: tensor_model_parallel_size is 1")
