@@ -54,7 +54,7 @@ TRAINER=(
   "trainer.logger=[console,tensorboard]"
   trainer.log_val_generations=2
   trainer.default_local_dir=runs/quickstart
-  trainer.rollout_data_dir=runs/quickstart/rollouts
+  'trainer.rollout_data_dir=${trainer.default_local_dir}/rollouts'
   trainer.resume_mode=disable
 )
 

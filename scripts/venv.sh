@@ -10,7 +10,7 @@ extras="$(IFS=,; echo "$*")"
 pick_python() {
   local candidate
   for candidate in python3.11 python3.12 python3; do
-    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
       command -v "$candidate"
       return
     fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from engines.device import get_device
@@ -12,7 +13,7 @@ from engines.transport.shm import Address
 from trainer import checkpoint, wiring
 from trainer.advantage import AdvantageOptions, find_estimator
 from trainer.cluster import Cluster, Pool, WorkerGroup, wait
-from trainer.config import Config, Loaded, diff, save_config
+from trainer.config import Config, Loaded, diff, fingerprint, save_config
 from trainer.consistency import ConsistencyLimits, ConsistencyMonitor
 from trainer.console import Console
 from trainer.loop import Plan, Rooms, Trainer
@@ -28,6 +29,22 @@ log = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 # A resumed run that differs here would not be the same experiment; trainer.resume_allow_changes permits it.
+# Shards are read by the ranks that wrote them: the layout cannot change at all.
+LAYOUT = (
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    *(
+        f"actor_rollout_ref.actor.megatron.{name}"
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "use_distributed_optimizer",
+            "dtype",
+            "override_transformer_config",
+        )
+    ),
+    *(f"actor_rollout_ref.actor.fsdp_config.{name}" for name in ("fsdp_size", "model_dtype")),
+)
 IDENTITY = (
     "model_engine",
     "actor_rollout_ref.model.path",
@@ -46,12 +63,13 @@ def build(loaded: Loaded) -> Trainer:
     """Read data, prepare the run folder, start the cluster, and put the rooms together."""
     config = loaded.config
     settings = config.trainer
+    check_reach(config)
     run_dir = Path(settings.default_local_dir)
     resume_from = checkpoint.find(run_dir, settings.resume_mode, settings.resume_from_path)
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
     encoder = PromptEncoder(tokenizer, dict(config.data.apply_chat_template_kwargs))
     prompts, val_prompts = _prompts(config, encoder, "train"), _prompts(config, encoder, "val")
-    device = get_device(settings.device).kind
+    device = get_device(config.derived.device).kind
     eos = wiring.eos_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id)
     plan = _plan(config, prompts, eos)
 
@@ -59,6 +77,8 @@ def build(loaded: Loaded) -> Trainer:
         set_aside(run_dir)
     else:
         check_identity(config, resume_from)
+        for folder in checkpoint.abandon_after(run_dir, checkpoint.read_state(resume_from)["step"]):
+            log.warning("going on from %s; the later checkpoint is now %s", resume_from, folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(loaded, run_dir)
     write_report(run_dir, prompts, val_prompts)
@@ -68,29 +88,25 @@ def build(loaded: Loaded) -> Trainer:
 
     actor = wiring.actor_spec(config, device, plan.total_steps)
     reference = wiring.reference_spec(config, device)
-    with console.phase("starting workers", {}, "start"):
+    with ExitStack() as undo, console.phase("starting workers", {}, "start"):
         rewards = _rewards(config)
+        undo.callback(rewards.close)
         cluster = Cluster(_processes(config), _worker_env(config), dict(config.ray_kwargs.ray_init.runtime_env))
-        try:
-            train, rollout, address = _start_workers(
-                config, cluster, actor, reference, wiring.rollout_spec(config, device)
-            )
-        except BaseException:
-            rewards.close()
-            cluster.shutdown()
-            raise
-    rooms = Rooms(
-        prompts=prompts,
-        val_prompts=val_prompts,
-        encoder=encoder,
-        rewards=rewards,
-        cluster=cluster,
-        policy=Policy(train, config.trainer.balance_batch),
-        rollout=RolloutGroup(rollout, address),
-        monitor=ConsistencyMonitor(_consistency(config)),
-        console=console,
-        metrics=metrics,
-    )
+        undo.callback(cluster.shutdown)
+        train, rollout, address = _start_workers(config, cluster, actor, reference, wiring.rollout_spec(config, device))
+        rooms = Rooms(
+            prompts=prompts,
+            val_prompts=val_prompts,
+            encoder=encoder,
+            rewards=rewards,
+            cluster=cluster,
+            policy=Policy(train, settings.balance_batch),
+            rollout=RolloutGroup(rollout, address),
+            monitor=ConsistencyMonitor(_consistency(config)),
+            console=console,
+            metrics=metrics,
+        )
+        undo.pop_all()  # from here on Trainer.close does it
     return Trainer(config, plan, rooms, run_dir, resume_from)
 
 
@@ -109,16 +125,39 @@ def check_identity(config: Config, resume_from: Path) -> None:
     """Print what differs from the run that wrote the checkpoint; refuse what would make it another experiment."""
     allowed = set(config.trainer.resume_allow_changes)
     refused = []
+    if checkpoint.read_state(resume_from)["fingerprint"] == fingerprint(config):
+        return
     for key, old, new in diff(resume_from / "config" / "resolved.yaml", config):
-        if any(key == name or key.startswith(f"{name}.") for name in IDENTITY) and key not in allowed:
+        fixed = _within(key, LAYOUT) or (_within(key, IDENTITY) and key not in allowed)
+        if fixed:
             refused.append(f"  {key}: {old!r} in the checkpoint, {new!r} now")
         else:
             log.warning("resuming with another %s: %r -> %r", key, old, new)
     if refused:
         raise ValueError(
             f"got a configuration that differs from the one of {resume_from}:\n" + "\n".join(refused) + "\n"
-            "expected the same model, data, lengths, n and seeds; "
-            "restore them, or name the keys in trainer.resume_allow_changes=[…], or start anew with resume_mode=disable"
+            "expected the same model, data, lengths, n, seeds and parallel layout; restore them, or (not for the "
+            "layout) name the keys in trainer.resume_allow_changes=[…], or start anew with resume_mode=disable"
+        )
+
+
+def _within(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def check_reach(config: Config) -> None:
+    """What the configuration allows for later and this release cannot do on this machine."""
+    path = Path(config.actor_rollout_ref.model.path)
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"got actor_rollout_ref.model.path={path}; expected a local model directory with config.json; "
+            "download the model first: weights are never fetched at run time"
+        )
+    nodes = max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes)
+    if nodes > 1:
+        raise ValueError(
+            f"got {nodes} nodes; expected 1: weights travel to the rollout through the shared memory of one machine, "
+            "other transports are not built yet; set trainer.nnodes=1"
         )
 
 

@@ -2,7 +2,7 @@
 
     <run>/global_step_4/
         actor/…             every rank's shard (written by the engines)
-        trainer.json        step, data cursor, controllers, the run's configuration fingerprint
+        trainer.json        step, data cursor, controllers, metrics of the step, configuration fingerprint
         config/resolved.yaml
         hf_model/…          on request: loads with transformers
         manifest.json       size of every file above
@@ -28,7 +28,10 @@ PREFIX = "global_step_"
 
 
 def save(run_dir: Path, step: int, state: dict[str, Any], write: Callable[[Path], None], keep: int | None) -> Path:
-    """Write checkpoint `step`; `write(folder)` adds the engines' files. Keeps the newest `keep` (None: all)."""
+    """Write checkpoint `step`; `write(folder)` adds the engines' files.
+
+    Keeps this one and the `keep - 1` whole ones before it (None: all). What is damaged is left for people to see.
+    """
     final = run_dir / f"{PREFIX}{step}"
     partial = run_dir / f".partial_{PREFIX}{step}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -49,8 +52,9 @@ def save(run_dir: Path, step: int, state: dict[str, Any], write: Callable[[Path]
     # verl's name for "the newest step"; for people and scripts, never trusted by `find`.
     (run_dir / "latest_checkpointed_iteration.txt").write_text(str(step))
     if keep is not None:
-        for _, old in checkpoints(run_dir)[keep:]:
-            shutil.rmtree(old)
+        older = [path for number, path in checkpoints(run_dir) if number < step and problem(path) is None]
+        for path in older[keep - 1 :]:
+            shutil.rmtree(path)
     return final
 
 
@@ -95,6 +99,17 @@ def find(run_dir: Path, mode: str, path: str | None) -> Path | None:
             return folder
         log.warning("checkpoint %s is damaged: %s; trying the previous one", folder, reason)
     return None
+
+
+def abandon_after(run_dir: Path, step: int) -> list[Path]:
+    """Rename checkpoints of later steps: a run that goes on from `step` writes those steps anew."""
+    abandoned = []
+    for number, path in checkpoints(run_dir):
+        if number > step:
+            target = path.with_name(f"abandoned_{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            abandoned.append(path.rename(target))
+    return abandoned
 
 
 def read_state(folder: Path) -> dict[str, Any]:

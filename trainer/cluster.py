@@ -56,7 +56,7 @@ class Cluster:
         }
         if "RAY_ADDRESS" not in os.environ:
             # Ranks are processes, not cores: more of them than cores is allowed (and warned about earlier).
-            options |= {"num_cpus": max(os.cpu_count() or 1, bundles), "include_dashboard": False}
+            options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, bundles), "include_dashboard": False}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         ray.init(**options)
         self._groups: list[WorkerGroup] = []

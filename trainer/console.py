@@ -10,6 +10,7 @@ from rich.console import Console as RichConsole
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 # (heading, metric, format) of the per-step table
 COLUMNS = (
@@ -75,12 +76,14 @@ class Console:
         self.say(" ".join(f"{cell:>{WIDTH}}" for cell in cells))
 
     def samples(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        if not self._enabled:
+            return
         table = Table(title=title, show_lines=True)
         for column in columns:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # Text: what a model writes is no markup
         self._rich.print(table)
 
     def summary(self, title: str, lines: list[str]) -> None:
-        self._rich.print(Panel("\n".join(lines), title=title, expand=False))
+        self._rich.print(Panel(Text("\n".join(lines)), title=title, expand=False))

@@ -20,7 +20,7 @@ from trainer.advantage import AdvantageOptions, compute_advantages
 from trainer.advantage_input import AdvantageInput
 from trainer.batching import build_batch, mini_batches
 from trainer.cluster import Cluster
-from trainer.config import Config
+from trainer.config import Config, fingerprint
 from trainer.consistency import ConsistencyMonitor, probability_difference
 from trainer.console import Console
 from trainer.dumps import rollout_rows, write_jsonl
@@ -223,7 +223,8 @@ class Trainer:
         if self.config.trainer.log_val_generations > 0:
             columns, rows = sample_table(records, self.config.trainer.log_val_generations)
             self.console.samples(f"validation samples at step {self.global_step}", columns, rows)
-        return summarise(records)
+        scoring = {f"val-{name}": value for name, value in self.rewards.take_metrics().items()}
+        return summarise(records) | scoring
 
     def save(self, row: dict[str, float]) -> Path:
         """Checkpoint of everything that the next step depends on; `row` are the metrics of this one."""
@@ -234,6 +235,7 @@ class Trainer:
             "monitor": self.monitor.state_dict(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "metrics": self._complete(row),
+            "fingerprint": fingerprint(self.config),
         }
 
         def write(folder: Path) -> None:

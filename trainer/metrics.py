@@ -47,7 +47,7 @@ def with_aliases(row: dict[str, float]) -> dict[str, float]:
 
 class CsvLog:
     """One row per step. A column that appears later is added at the end by rewriting the (small) file, so
-    every row always has the same columns. Rows at or after `resume_step` of an interrupted run are dropped."""
+    every row always has the same columns. A resumed run keeps the rows up to `resume_step`."""
 
     def __init__(self, path: Path, resume_step: int) -> None:
         self.path = path
@@ -95,6 +95,10 @@ class MetricLog:
         self.run_dir = run_dir
         self.csv = CsvLog(run_dir / "metrics.csv", resume_step)
         self._jsonl = run_dir / "metrics.jsonl" if {"jsonl", "file"} & set(loggers) else None
+        if self._jsonl is not None and self._jsonl.exists():
+            lines = self._jsonl.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["training/global_step"] <= resume_step]
+            self._jsonl.write_text("".join(kept))
         self._board = None
         if "tensorboard" in loggers:
             from torch.utils.tensorboard import SummaryWriter  # only this logger needs the package
@@ -107,7 +111,8 @@ class MetricLog:
         self.csv.write(row)
         if self._jsonl is not None:
             with self._jsonl.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+                file.write(json.dumps(finite) + "\n")
         if self._board is not None:
             for name, value in row.items():
                 self._board.add_scalar(name, value, step)

@@ -149,7 +149,7 @@ def sampling(config: Config, eos_token_ids: tuple[int, ...]) -> SamplingParams:
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         n=rollout.n,
-        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         max_new_tokens=config.data.max_response_length,

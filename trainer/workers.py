@@ -138,7 +138,7 @@ class TrainWorker:
 
     def export_hf(self, directory: str, source: str) -> None:
         """Write a Hugging Face model folder: safetensors with index, config, tokenizer files."""
-        export_hf(self.engine, Path(directory), Path(source))
+        export_hf(self.engine, Path(directory), Path(source), dict(self._specs[0].model.override_config))
 
     def memory_gb(self) -> tuple[float, float]:
         """(peak of the device or process, current resident set of the process) in GiB."""

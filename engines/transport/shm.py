@@ -98,6 +98,8 @@ class ShmSender:
         finally:
             os.close(descriptor)
             os.unlink(path)
+            self._listener.close()  # everybody is here: nobody else may come, and the folder can go
+            shutil.rmtree(self._folder)
 
     def send(self, stream: Iterable[tuple[str, Tensor]], version: int, checksum: bool) -> Sent:
         """Send every tensor of `stream`; returns when all receivers have verified version `version`."""

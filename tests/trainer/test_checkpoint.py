@@ -47,6 +47,25 @@ def test_a_damaged_checkpoint_is_skipped_with_a_word_and_the_previous_one_used(t
     assert text in caplog.text and "trying the previous one" in caplog.text
 
 
+def test_going_on_from_an_earlier_step_keeps_its_own_checkpoints(tmp_path):
+    """Checkpoints of an abandoned branch must not push out the new ones, nor be resumed from."""
+    for step in (2, 4, 6):
+        _save(tmp_path, step)
+    assert [path.name for path in checkpoint.abandon_after(tmp_path, 2)] == [
+        "abandoned_global_step_6",
+        "abandoned_global_step_4",
+    ]
+    assert _save(tmp_path, 3, keep=1).exists()
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [3]
+
+
+def test_retention_counts_whole_checkpoints_only(tmp_path):
+    _save(tmp_path, 4)
+    (_save(tmp_path, 6) / "COMPLETE").unlink()
+    _save(tmp_path, 7, keep=2)
+    assert [step for step, _ in checkpoint.checkpoints(tmp_path)] == [7, 6, 4]
+
+
 def test_a_named_checkpoint_must_be_whole(tmp_path):
     folder = _save(tmp_path, 4)
     assert checkpoint.find(tmp_path, "resume_path", str(folder)) == folder

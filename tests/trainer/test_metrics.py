@@ -1,5 +1,6 @@
 import csv
 import json
+import math
 from pathlib import Path
 
 from engines.metric import Metric, merge, over_optimizer_steps
@@ -42,6 +43,15 @@ def test_aliases_tensorboard_jsonl_and_the_curve(tmp_path):
     assert [line["reward/mean"] for line in lines] == [0.5, 1.0]
     assert list((tmp_path / "tensorboard").glob("events*"))
     assert log.plot().stat().st_size > 5000
+
+
+def test_a_resumed_jsonl_has_every_step_once_and_is_valid_json(tmp_path):
+    for resume_step, steps in ((0, (0, 1, 2, 3)), (2, (3, 4))):
+        log = MetricLog(tmp_path, ("jsonl",), resume_step)
+        for step in steps:
+            log.write({"training/global_step": step, "x": math.nan})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["training/global_step"] for row in rows] == [0, 1, 2, 3, 4] and rows[0]["x"] is None
 
 
 def test_metrics_merge_by_their_own_kind():

@@ -34,6 +34,7 @@ NOT_NEGATIVE = (
     "actor_rollout_ref.actor.{kl_loss_coef}",
     "trainer.log_val_generations",
 )
+TOP_K = ("actor_rollout_ref.rollout.{top_k,val_kwargs.top_k}",)
 SHARES = ("actor_rollout_ref.rollout.{top_p,val_kwargs.top_p}",)
 
 
@@ -43,6 +44,7 @@ def check(values: Mapping[str, Any], explicit: Mapping[str, Item]) -> list[Confi
     rules = (
         (POSITIVE, lambda value: value > 0, "1 or more", "1"),
         (NOT_NEGATIVE, lambda value: value >= 0, "0 or more", "0"),
+        (TOP_K, lambda value: value == -1 or value >= 1, "-1 (off), or 1 or more", "-1"),
         (SHARES, lambda value: 0 < value <= 1, "in (0, 1]", "1.0"),
     )
     for patterns, holds, expected, fix in rules:

@@ -37,6 +37,7 @@ NOT_BUILT = (
     f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,cudagraph_capture_sizes}}",
     f"{ROLLOUT}.{{enable_rollout_routing_replay,moe_load_balance_metrics_interval,engine_kwargs}}",
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
+    f"{ROLLOUT}.do_sample",
     "reward.reward_manager.{source,module}",
     "algorithm.{gamma,lam,use_kl_in_reward,kl_penalty,kl_ctrl,filter_groups,rollout_correction}",
     "algorithm.{norm_mean_type,norm_std_type,reward_clip,advantage_clip,whiten_advantages,whiten_scope}",

@@ -22,7 +22,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     except (OSError, ValueError) as error:
         raise ValueError(
             f"got no tokenizer from {path!r} ({error}); expected a Hugging Face model directory with tokenizer files; "
-            "check actor_rollout_ref.model.path or actor_rollout_ref.model.tokenizer_path"
+            "check actor_rollout_ref.model.path"
         ) from error
 
 
@@ -45,7 +45,7 @@ class PromptEncoder:
         if not self.template:
             raise ValueError(
                 f"got a tokenizer without chat template ({tokenizer.name_or_path}); expected one to render messages; "
-                "set actor_rollout_ref.model.custom_chat_template or use an instruction-tuned model"
+                "use an instruction-tuned model, or put a chat_template.jinja into its folder"
             )
         # Thinking marks may be special tokens, but the scorers need to see them.
         special = set(tokenizer.all_special_tokens) - {OPEN, CLOSE}

@@ -137,8 +137,7 @@ class RewardManager:
             if name == CUSTOM and self._custom.on_error == "stop":
                 raise ValueError(
                     f"got an exception from {self._custom.path} ({self._custom.name}) for row {row.id!r} of tag "
-                    f"{row.tag!r}; expected a finite score; mend the function or set "
-                    f"reward.custom_reward_function.on_error=mask\n{error}"
+                    f"{row.tag!r}; expected a finite score; mend the function\n{error}"
                 ) from error
             return RewardResult(0.0, None, None, "error", {"error": str(error)}, failed=True)
 
