@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["partial", "mean", "max", "min", "count", "last"]
 
@@ -53,6 +56,20 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
         for name, metric in part.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def optimizer_metrics(grad_norm: float, lr: float, applied: bool, dp_rank: int) -> Metrics:
+    """What both engines report of an optimizer step. A step is skipped (not `applied`) on all ranks alike when
+    a loss or the gradient norm is not finite; the verdict is the same everywhere, so one DP share counts it."""
+    if not applied:
+        logger.warning(
+            "gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", grad_norm
+        )
+    return {
+        "actor/grad_norm": Metric("mean", grad_norm),
+        "actor/lr": Metric("last", lr),
+        "actor/nonfinite_grad_steps": Metric("count", float(not applied and dp_rank == 0)),
+    }
 
 
 def over_optimizer_steps(steps: Iterable[Metrics]) -> Metrics:

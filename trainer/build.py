@@ -245,6 +245,9 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
         kl_loss_coef=actor.kl_loss_coef,
         kl_loss_type=actor.kl_loss_type,
         entropy_coeff=actor.entropy_coeff,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        dro_beta=actor.policy_loss.dro_beta,
     )
     return Plan(
         total_steps=steps,

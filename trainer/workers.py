@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import resource
 import socket
 import sys
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -84,7 +82,6 @@ class TrainWorker:
             world_size=self.world,
             timeout=timedelta(seconds=actor.timeout_s),
         )
-        _seed_everything(actor.seed + self.rank)
         self.engine = build_train_engine(actor)
         self.engine.load(actor.model.path)
         self.reference = None
@@ -190,12 +187,6 @@ def _start_process(threads: int, name: str) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format=f"[{name}] %(levelname)s %(name)s: %(message)s", force=True
     )
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _resident_gb() -> float:

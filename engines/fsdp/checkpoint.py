@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from engines.device import get_device
+from engines import rng
 from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import local
 
@@ -25,7 +22,7 @@ def save_shard(path: Path, model: nn.Module, optimizer: ShardedAdamW | None, lay
             "layout": layout,
             "model": {name: local(value) for name, value in model.state_dict().items()},
             "optimizer": optimizer.adamw.state_dict() if optimizer else None,
-            "rng": _rng_state(device),
+            "rng": rng.state(device),
         },
         path,
     )
@@ -51,28 +48,4 @@ def restore_shard(path: Path, model: nn.Module, optimizer: ShardedAdamW | None, 
         local(state[name]).copy_(value)
     if optimizer is not None:
         optimizer.adamw.load_state_dict(saved["optimizer"])
-    _set_rng_state(saved["rng"], device)
-
-
-def _rng_state(device: str) -> dict[str, Any]:
-    """Python, numpy, torch and device generators as plain numbers and tensors (loadable without pickle)."""
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    module = get_device(device).module
-    return {
-        "python": (version, internal, gauss),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
-        "torch": torch.get_rng_state(),
-        "device": None if module is None else module.get_rng_state(),
-    }
-
-
-def _set_rng_state(state: dict[str, Any], device: str) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    module = get_device(device).module
-    if module is not None:
-        module.set_rng_state(state["device"])
+    rng.set_state(saved["rng"], device)

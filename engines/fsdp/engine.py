@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,11 +17,10 @@ from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import build_mesh, frees_after_forward, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
 from engines.hf_model import build_on_meta, dtype_of, materialize, packed_log_probs
-from engines.metric import Metric, Metrics, merge
+from engines.metric import Metrics, merge, optimizer_metrics
 from engines.microbatch import split
+from engines.rng import seed_everything
 from engines.spec import FsdpSpec, TrainEngineSpec
-
-logger = logging.getLogger(__name__)
 
 
 class FsdpEngine(TrainEngine):
@@ -43,8 +39,7 @@ class FsdpEngine(TrainEngine):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dp_rank, self.dp_size = self.rank, self.world
         self.is_output_rank, self.is_weight_source = True, self.rank == 0
-        for seed in (random.seed, np.random.seed, torch.manual_seed):
-            seed(spec.seed)
+        seed_everything(spec.seed)
         self.mesh = build_mesh(spec.device, self.backend.fsdp_size)
         self.model = build_on_meta(spec.model, dtype_of(self.backend.model_dtype, "model_dtype"))
         if spec.model.gradient_checkpointing:
@@ -101,17 +96,7 @@ class FsdpEngine(TrainEngine):
                 parts.append(metrics)
         lr = self.spec.optim.schedule.at(step)
         norm, applied = self.optimizer.step(lr, finite)
-        if not applied:
-            logger.warning(
-                "gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm
-            )
-        own = {
-            "actor/grad_norm": Metric("mean", norm),
-            "actor/lr": Metric("last", lr),
-            # A count is summed over ranks, and the verdict is the same on all: one rank reports it.
-            "actor/nonfinite_grad_steps": Metric("count", float(not applied and self.dp_rank == 0)),
-        }
-        return merge(parts) | own
+        return merge(parts) | optimizer_metrics(norm, lr, applied, self.dp_rank)
 
     def _keep_gathered(self, more: bool) -> None:
         """Weights that are not dropped after forward also stay gathered between micro-batches.

@@ -125,6 +125,8 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
         # load() writes every parameter; drawing values would build each full matrix on every rank.
         perform_initialization=False,
         use_cpu_initialization=device == "cpu",
+    )
+    choices = dict(  # how, not what: overrides may change these
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -133,8 +135,20 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
         persist_layer_norm=False,
     )
     if model.gradient_checkpointing:
-        fields.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return TransformerConfig(**{**fields, **overrides})
+        choices.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    _check_reserved(overrides, fields)
+    return TransformerConfig(**{**fields, **choices, **overrides})
+
+
+def _check_reserved(overrides: dict[str, Any], derived: dict[str, Any]) -> None:
+    """What follows from the model or from another setting has one source: an override may only repeat it."""
+    for key, value in overrides.items():
+        if (key in derived and value != derived[key]) or (key in _OWN_SETTING and key not in derived):
+            source = _OWN_SETTING.get(key, "actor_rollout_ref.model.override_config (if the model should change)")
+            raise ValueError(
+                f"got override_transformer_config.{key}; expected the value that the engine derives itself; "
+                f"remove it, and set {source} instead"
+            )
 
 
 def head_size(hf: dict[str, Any]) -> int:
@@ -170,11 +184,12 @@ def _build_chunk(config: TransformerConfig, hf: dict[str, Any], backend: Megatro
 def _mark_split_parameters(chunk: GPTModel) -> None:
     """Say which weights are cut over tensor-parallel ranks, so that the gradient norm counts each element once.
 
-    Megatron sets these marks while it draws initial values, which we skip (perform_initialization).
+    Megatron-Core 0.16 sets these marks only while it draws initial values, which we skip
+    (perform_initialization); 0.19 sets them always, and refuses to be told twice.
     """
     dims = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
     for module in chunk.modules():
-        if type(module) in dims and module.weight is not None:
+        if type(module) in dims and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.weight, True, dims[type(module)], 1)
 
 
@@ -186,11 +201,6 @@ def _checked_overrides(overrides: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"got override_transformer_config.{key}; expected a field of Megatron's TransformerConfig"
                 f"{', such as ' + ', '.join(nearest) if nearest else ''}; correct or remove the key"
-            )
-        if key in _OWN_SETTING:
-            raise ValueError(
-                f"got override_transformer_config.{key}; expected the engine's own setting; "
-                f"set {_OWN_SETTING[key]} instead"
             )
     return {key: value for key, value in overrides.items() if value is not None}
 

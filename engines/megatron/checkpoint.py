@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+from engines import rng
 
-def save(directory: Path, layout: dict[str, Any], chunks: list[nn.Module], optimizer: MegatronOptimizer | None) -> None:
+
+def save(
+    directory: Path,
+    layout: dict[str, Any],
+    chunks: list[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    device: str,
+) -> None:
     """Write `megatron_rank<N>.pt` into an existing directory."""
     content = {
         "layout": layout,
         "model": _model_tensors(chunks),
         "optimizer": None if optimizer is None else [_optimizer_state(inner) for inner in _torch_optimizers(optimizer)],
-        "rng": _rng_state(),
+        "rng": rng.state(device),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
     torch.save(content, _file(directory))
 
 
 def restore(
-    directory: Path, layout: dict[str, Any], chunks: list[nn.Module], optimizer: MegatronOptimizer | None
+    directory: Path,
+    layout: dict[str, Any],
+    chunks: list[nn.Module],
+    optimizer: MegatronOptimizer | None,
+    device: str,
 ) -> None:
     """Copy a saved state into the live tensors.
 
@@ -49,7 +60,8 @@ def restore(
         if optimizer is not None:
             for inner, state in zip(_torch_optimizers(optimizer), content["optimizer"], strict=True):
                 _load_optimizer_state(inner, state)
-    _set_rng_state(content["rng"])
+    rng.set_state(content["rng"], device)
+    tensor_parallel.get_cuda_rng_tracker().set_states(content["tracker"])
 
 
 def _file(directory: Path) -> Path:
@@ -95,24 +107,3 @@ def _load_optimizer_state(optimizer: torch.optim.Optimizer, saved: list[dict[str
                 key: x.to(p.device) if isinstance(x, Tensor) and (x.dim() or group.get("fused")) else x
                 for key, x in state.items()
             }
-
-
-def _rng_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

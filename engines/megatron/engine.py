@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -26,11 +23,10 @@ from engines.device import get_device
 from engines.megatron import build, checkpoint, cpu, optimizer, parallel
 from engines.megatron.forward import MicroBatch, PackedInput, pack, run_chunk, score
 from engines.megatron.offload import HostCopy
-from engines.metric import Metric, Metrics, merge
+from engines.metric import Metrics, merge, optimizer_metrics
 from engines.microbatch import split
+from engines.rng import seed_everything
 from engines.spec import MegatronSpec, TrainEngineSpec
-
-logger = logging.getLogger(__name__)
 
 
 class MegatronEngine(TrainEngine):
@@ -43,7 +39,7 @@ class MegatronEngine(TrainEngine):
         self.hf = build.read_hf_config(spec.model)
         if spec.device == "cpu":
             cpu.adapt()
-        random.seed(spec.seed), np.random.seed(spec.seed), torch.manual_seed(spec.seed)
+        seed_everything(spec.seed)
         parallel.initialise(spec)
         self.dp_rank = parallel_state.get_data_parallel_rank()
         self.dp_size = parallel_state.get_data_parallel_world_size()
@@ -141,17 +137,7 @@ class MegatronEngine(TrainEngine):
         self._run(micro_batches, lambda micro: partial(evaluate, micro), forward_only=False)
         lr = self.spec.optim.schedule.at(step)
         norm, applied = optimizer.step(self.optimizer, self.spec.optim, lr, finite)
-        if not applied:
-            logger.warning(
-                "gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", norm
-            )
-        own = {
-            "actor/grad_norm": Metric("mean", norm),
-            "actor/lr": Metric("last", lr),
-            # A count is summed over ranks, and the verdict is the same on all: one DP share reports it.
-            "actor/nonfinite_grad_steps": Metric("count", float(not applied and self.dp_rank == 0)),
-        }
-        return merge(parts) | own
+        return merge(parts) | optimizer_metrics(norm, lr, applied, self.dp_rank)
 
     def _micro_batches(self, batch: TrainBatch, options: ForwardOptions) -> list[MicroBatch]:
         """The same number on every DP rank; with virtual stages a multiple of the pipeline size, as the
@@ -190,10 +176,10 @@ class MegatronEngine(TrainEngine):
             yield from self._bridge.hf_weights(source_only=True)
 
     def save(self, directory: Path) -> None:
-        checkpoint.save(directory, self._layout(), self.models, self.optimizer)
+        checkpoint.save(directory, self._layout(), self.models, self.optimizer, self.spec.device)
 
     def restore(self, directory: Path) -> None:
-        checkpoint.restore(directory, self._layout(), self.models, self.optimizer)
+        checkpoint.restore(directory, self._layout(), self.models, self.optimizer, self.spec.device)
 
     def _layout(self) -> dict[str, Any]:
         return {

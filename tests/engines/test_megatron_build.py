@@ -34,14 +34,28 @@ def _config(tmp_path, backend, **changes):
 
 def test_sizes_come_from_the_model_and_overrides_win(tmp_path):
     backend = MegatronSpec(
-        dtype="float32", override_transformer_config={"layernorm_epsilon": 1e-3, "kv_channels": None}
+        dtype="float32",
+        override_transformer_config={
+            "recompute_granularity": "selective",
+            "normalization": "RMSNorm",  # repeats what is derived
+            "kv_channels": None,
+        },
     )
     config = _config(tmp_path, backend, kind="qwen2", num_hidden_layers=4)
     assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (4, 80, 104)
     assert (config.num_attention_heads, config.num_query_groups, config.kv_channels) == (4, 2, 20)
     assert config.add_qkv_bias and not config.qk_layernorm and not config.add_bias_linear
-    assert config.layernorm_epsilon == 1e-3
+    assert config.recompute_granularity == "selective"
     assert not config.sequence_parallel  # asked for, but there is one tensor-parallel rank
+
+
+@pytest.mark.parametrize(
+    "key,value",
+    [("calculate_per_token_loss", False), ("layernorm_epsilon", 1e-3), ("hidden_dropout", 0.1), ("num_layers", 2)],
+)
+def test_what_the_numbers_rest_on_cannot_be_overridden(tmp_path, key, value):
+    with pytest.raises(ValueError, match=rf"override_transformer_config\.{key}; expected the value that the engine"):
+        _config(tmp_path, MegatronSpec(override_transformer_config={key: value}))
 
 
 def test_gradient_checkpointing_means_full_recomputation(tmp_path):
@@ -68,7 +82,7 @@ def test_vocabulary_is_padded_to_divisor_times_tensor_ranks(tmp_path, tp, diviso
     [
         ({"recompute_granularty": "full"}, "such as recompute_granularity"),
         ({"sequence_parallel": True}, "set sequence_parallel instead"),
-        ({"bf16": True}, "set dtype instead"),
+        ({"bf16": False}, "set dtype instead"),
     ],
 )
 def test_override_keys_are_checked(tmp_path, overrides, message):
