@@ -104,9 +104,10 @@ def test_small_fill_ins(tmp_path):
     assert config.data.gen_batch_size == 8
     assert config.actor_rollout_ref.rollout.prompt_length == 512
     assert config.actor_rollout_ref.actor.checkpoint.load_contents == ("model", "optimizer", "extra")
-    megatron = load(tmp_path, "model_engine=megatron")
-    assert megatron.config.actor_rollout_ref.actor.megatron.sequence_parallel is False
-    assert len([n for n in megatron.notices if "sequence_parallel=False" in n]) == 1
+    for more, said in (((), 0), (("actor_rollout_ref.actor.megatron.sequence_parallel=True",), 1)):
+        megatron = load(tmp_path, "model_engine=megatron", *more)
+        assert megatron.config.actor_rollout_ref.actor.megatron.sequence_parallel is False
+        assert len([n for n in megatron.notices if "sequence_parallel=False" in n]) == said
 
 
 def test_the_tree_is_frozen_and_pickles(tmp_path):
@@ -169,7 +170,7 @@ def test_the_defaults_of_verl_that_are_not_built_are_refused_clearly(tmp_path):
         "  do this:  actor_rollout_ref.rollout.name=hf",
         "ConfigError[not.built] algorithm.adv_estimator\n"
         "  got:      adv_estimator=gae (the default): not built yet: critic; use algorithm.adv_estimator=grpo\n"
-        "  expected: grpo\n"
+        "  expected: grpo or grpo_passk or rloo or opo or gpg or reinforce_plus_plus or reinforce_plus_plus_baseline\n"
         "  do this:  algorithm.adv_estimator=grpo",
     ]
 
