@@ -205,7 +205,7 @@ def _domains(config: Config) -> dict[str, DomainSpec]:
             world_size=domain.world_size or 0,
             timeout_s=domain.timeout_s,
             score_map=tuple(domain.score_map),
-            options={"answer": domain.answer},
+            options={"answer": domain.answer, "require_box": domain.require_box},
         )
         for name, domain in config.rewards.items()
     }

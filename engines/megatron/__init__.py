@@ -5,7 +5,10 @@ what is missing (layers/ holds portable ones); the other messages are about its 
 Exactly these are silenced, here; everything else it says is shown.
 """
 
+import logging
 import warnings
+
+import torch
 
 for _message in (
     r"(?s).*Apex (is|are) not installed",
@@ -14,8 +17,13 @@ for _message in (
     r".*torch\.jit\.script",
     r"full scope is deprecated",  # the default of a CUDA graph option we do not touch
     r".*torch\.distributed\.(reduce_scatter|all_gather_into)_tensor.* is deprecated",
+    r"MimoModelConfig is experimental",  # 0.19 imports it for a class check whenever it builds an optimizer
 ):
     warnings.filterwarnings("ignore", message=_message)
+# 0.19 advises every GPTModel to become a HybridModel, which 0.16 does not have.
+logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
+    lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
+)
 # Float32 shards of the distributed optimizer. Anywhere else the message would point at a mistake.
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", module=r"megatron\.")
 
@@ -25,3 +33,9 @@ import megatron.core.models.gpt  # noqa: E402
 import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
 import megatron.core.optimizer  # noqa: E402
 import megatron.core.pipeline_parallel  # noqa: E402, F401
+
+# Importing 0.19 puts a stricter function in the place of torch.storage._load_from_bytes. Pickled tensors name it by
+# module, so whoever receives one (the driver through Ray, a rollout process) would import Megatron to read it.
+# Under torch's own name each reader uses its own; with 0.16 these two lines change nothing.
+torch.storage._load_from_bytes.__module__ = "torch.storage"
+torch.storage._load_from_bytes.__qualname__ = "_load_from_bytes"

@@ -4,7 +4,7 @@ Megatron-Core assumes CUDA: it allocates on `torch.cuda.current_device()`, keeps
 compares `Tensor.type()` with CUDA type names. `adapt()` answers those questions for the host, without
 touching torch itself: other libraries in the process still see the true `torch.cuda`.
 
-Seen with megatron-core 0.16.1; the same places exist in 0.19.x. Each adaptation says what it is for and
+Tested with megatron-core 0.16.1 and 0.19.2, which need the same. Each adaptation says what it is for and
 when it can go. Nothing happens at import; the engine calls `adapt()` once when its device is cpu.
 """
 

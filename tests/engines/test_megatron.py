@@ -1,5 +1,6 @@
 """What the Megatron engine promises beyond parity: resume, non-finite steps, bf16, recomputation."""
 
+import pickle
 import random
 import re
 from pathlib import Path
@@ -181,6 +182,11 @@ def test_torch_itself_is_not_patched():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
     assert before == (torch.cuda.current_device, torch.zeros, torch.Tensor.type, torch.Tensor.cuda)
     assert torch.zeros(1).type() == "torch.FloatTensor"
+
+
+def test_tensors_pickled_beside_megatron_are_read_without_it():
+    assert b"megatron" not in pickle.dumps(torch.zeros(3))
+    assert torch.equal(pickle.loads(pickle.dumps(torch.arange(3))), torch.arange(3))
 
 
 @pytest.mark.gpu

@@ -83,7 +83,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
 }
 LOGGERS = ("console", "tensorboard", "csv", "jsonl")
 BUILT_DOMAINS = ("math_rule",)
-BUILT_DOMAIN_KEYS = ("worker", "tag_included", "world_size", "timeout_s", "answer", "score_map")
 # What to paste where "remove it" is not enough.
 FIX = {
     "algorithm.adv_estimator": "algorithm.adv_estimator=grpo",

@@ -70,6 +70,7 @@ class RewardDomain:
     world_size: int | None = None  # processes; null = reward.num_workers
     timeout_s: float = 10.0  # seconds per sample
     answer: Literal["rules", "last_number"] = "rules"  # which candidate math_rule reads
+    require_box: bool = False  # math_rule, rules: only a boxed answer counts
     score_map: list[float] = field(default_factory=lambda: [0.0, 1.0])  # training score of a wrong, of a right answer
     infer_batch_size: int | None = None  # samples per call
     template: str | None = None  # chat template of the domain

@@ -160,5 +160,8 @@ def _forward(
             outer.set_result(shape(inner.result()) if error is None else on_error(error))
         except ValueError as refused:
             outer.set_exception(refused)
+        finally:
+            if not outer.done():  # a fault of ours, logged by the executor: nobody may wait for ever
+                outer.set_exception(RuntimeError("the score could not be shaped; the log has the traceback"))
 
     return done
