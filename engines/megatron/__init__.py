@@ -20,10 +20,14 @@ for _message in (
     r"MimoModelConfig is experimental",  # 0.19 imports it for a class check whenever it builds an optimizer
 ):
     warnings.filterwarnings("ignore", message=_message)
-# 0.19 advises every GPTModel to become a HybridModel, which 0.16 does not have.
-logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
-    lambda record: "GPTModel IS DEPRECATED" not in record.getMessage()
-)
+# Advice of 0.19 that names what 0.16 does not have: HybridModel, compute_full_param_layout.
+for _name, _message in (
+    ("models.gpt.gpt_model", "GPTModel IS DEPRECATED"),
+    ("distributed.distributed_data_parallel", "full_param_layout not provided"),
+):
+    logging.getLogger(f"megatron.core.{_name}").addFilter(
+        lambda record, message=_message: message not in record.getMessage()
+    )
 # Float32 shards of the distributed optimizer. Anywhere else the message would point at a mistake.
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", module=r"megatron\.")
 
