@@ -280,7 +280,6 @@ def _worker_env(config: Config) -> dict[str, str]:
     return {
         "PYTHONPATH": python_path,
         "TOKENIZERS_PARALLELISM": "false",
-        "LOCAL_WORLD_SIZE": str(config.trainer.n_gpus_per_node),
         **{name: str(value) for name, value in config.trainer.env.items()},
     }
 

@@ -7,7 +7,6 @@ translate calls from the loop into engine calls; no algorithm lives here.
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import socket
 import sys
@@ -59,16 +58,10 @@ class TrainWorker:
         self._specs = (actor, reference)
 
     def rendezvous(self) -> str:
-        """Rank 0's address for init_process_group."""
+        """Rank 0's address for init_process_group; all ranks are on this machine."""
         with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        host = (
-            "127.0.0.1"
-            if self.world == int(os.environ["LOCAL_WORLD_SIZE"])
-            else socket.gethostbyname(socket.gethostname())
-        )
-        return f"tcp://{host}:{port}"
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
     def build(self, address: str) -> None:
         """Join the process group, build the engines and load their weights."""

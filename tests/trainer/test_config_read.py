@@ -25,8 +25,10 @@ READ_HERE = {
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype",
     "actor_rollout_ref.ref.fsdp_config.mixed_precision.buffer_dtype",
     "actor_rollout_ref.rollout.checkpoint_engine.backend",
-    "trainer.nnodes",  # both: factors of derived.world_size and derived.rollout_replicas
+    "trainer.nnodes",  # these four: factors of derived.world_size and derived.rollout_replicas
+    "trainer.n_gpus_per_node",
     "actor_rollout_ref.rollout.nnodes",
+    "actor_rollout_ref.rollout.n_gpus_per_node",
 }
 
 
