@@ -117,10 +117,11 @@ class Run:
                     continue  # it ended while we looked
         return found
 
-    def wait_until_gone(self, timeout: float = 40) -> None:
+    def wait_until_gone(self, timeout: float = 40, but: str | None = None) -> None:
+        """All processes of the run have ended, except those whose command line matches `but`."""
         deadline = time.monotonic() + timeout
-        while self.processes():
-            assert time.monotonic() < deadline, f"still alive after {timeout} s: {self.processes()}"
+        while alive := {pid: name for pid, name in self.processes().items() if not (but and re.search(but, name))}:
+            assert time.monotonic() < deadline, f"still alive after {timeout} s: {alive}"
             time.sleep(0.2)
 
     def wait_for_step(self, run_dir: Path, step: int, timeout: float = 180) -> None:

@@ -39,7 +39,8 @@ def test_killed_and_resumed_equals_straight(tmp_path, engine):
     run.wait_for_step(tmp_path / "driver", 3)
     time.sleep(0.4)
     run.kill(run.process.pid)
-    run.wait_until_gone()  # no worker outlives its driver
+    # No worker outlives its driver. Ray's agents do for a minute: they try to report to a store that died with it.
+    run.wait_until_gone(but="ray::(DashboardAgent|RuntimeEnvAgent)")
     assert not (tmp_path / "driver" / "global_step_4").exists()
     status, output = Run(arguments).wait()
     assert status == 0 and "next is step 3" in output, output
