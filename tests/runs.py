@@ -17,7 +17,7 @@ from tests.tiny import write_tiny_model, write_tiny_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Columns that measure time or memory: they differ from run to run.
-TIMED = re.compile(r"timing_|time/|perf/|reward/\w+/(latency_\w+|queue_max)")
+TIMED = re.compile(r"timing_|time/|perf/|(val-)?reward/\w+/(latency_\w+|queue_max)")
 
 # Rewards how much of the answer is digits: a tiny random model moves on it at once.
 DIGITS_REWARD = """
