@@ -9,6 +9,7 @@ A, G, hd: query heads, key-value groups, head size. All matrices are [out, in] o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,16 +63,16 @@ def to_blocks(runs: list[Run], dim: int) -> list[Block]:
 
 
 @dataclass(frozen=True)
-class Op:
+class Op(ABC):
     """One layout. `dim` is the dimension cut by tensor parallelism, None where every rank holds a copy.
     `pads`: the full live tensor may have more rows than its source; the surplus is zero."""
 
     dim: int | None = 0
     pads = False
 
+    @abstractmethod
     def runs(self, hf: list[Shape]) -> list[Run]:
         """The full live tensor as concatenated source rows along `dim`."""
-        raise NotImplementedError
 
     def full_shape(self, hf: list[Shape]) -> Shape:
         """Shape of the unsplit live tensor."""

@@ -56,7 +56,6 @@ class TrainEngine(ABC):
     dp_size: int
     is_output_rank: bool  # this rank's log_probs() and metrics are the ones of its DP share
     is_weight_source: bool  # this rank's hf_weights() yields tensors; others yield nothing
-    version: int = 0  # number of applied or skipped optimizer updates seen by the rollout; set by the trainer
 
     @abstractmethod
     def load(self, hf_path: str | Path) -> None:
