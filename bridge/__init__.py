@@ -6,7 +6,8 @@ from bridge.hf_writer import HfWriter
 from bridge.layout import Groups, Layout
 from bridge.load import LoadReport
 from bridge.models import check_supported
+from bridge.ops import RopeRows
 from bridge.safetensors_io import HfCheckpoint
 from bridge.stream import Bridge
 
-__all__ = ["Bridge", "Groups", "HfCheckpoint", "HfWriter", "Layout", "LoadReport", "check_supported"]
+__all__ = ["Bridge", "Groups", "HfCheckpoint", "HfWriter", "Layout", "LoadReport", "RopeRows", "check_supported"]

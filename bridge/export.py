@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from bridge.gather import Gatherer, Shard, pack
-from bridge.mapping import Unit
 from bridge.ops import Shape
+from bridge.plan import Unit
 
 
 def export_units(
     units: list[Unit], live: Mapping[str, Tensor], gatherer: Gatherer, limit: int, yields: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) in plan order where `yields`; other ranks only take part in the collectives."""
-    items = [(unit.owner, [Shard(p.live.shape, p.live.dtype, p.parts) for p in unit.placed]) for unit in units]
+    items = [
+        (unit.owner, [Shard(p.live.shape, p.live.dtype, p.parts, p.op.axis) for p in unit.placed]) for unit in units
+    ]
     buckets = pack(items, limit)
     ends = [0]
     for bucket in buckets:
@@ -70,10 +72,13 @@ def assemble(unit: Unit, parts: list[list[Tensor]], scratch: Scratch) -> Iterato
 
 def joined(pieces: list[Tensor], shape: Shape) -> Tensor | None:
     """The concatenation on dim 0 as a view, if the pieces lie one after another in the same memory."""
-    end, storage = pieces[0].data_ptr(), pieces[0].untyped_storage().data_ptr()
+    first = pieces[0]
+    if len(pieces) == 1 and first.shape == shape and first.is_contiguous():
+        return first
+    end, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for piece in pieces:
         same = piece.untyped_storage().data_ptr() == storage and piece.data_ptr() == end
         if not (same and piece.is_contiguous() and piece.shape[1:] == shape[1:]):
             return None
         end += piece.numel() * piece.element_size()
-    return pieces[0].as_strided(shape, torch.empty(shape, device="meta").stride())
+    return first.as_strided(shape, torch.empty(shape, device="meta").stride())

@@ -2,11 +2,11 @@
 
 A bucket belongs to one pipeline stage. Its owner lays its shards into one flat send buffer:
 
-    [ cut tensors (gathered over TP) | copies (equal on all TP ranks) ]      every tensor at a multiple of 256 bytes
+    [ cut over tp | cut over expert ranks | copies, equal on all ranks ]     every tensor at a multiple of 256 bytes
 
-The buffer is broadcast over the pipeline group, then its first part is gathered over the tensor-parallel
-group: two collectives a bucket, however many tensors it holds. The last of them runs while the
-bucket before is consumed.
+The buffer travels to the stages that need it, then its first two sections are gathered over their groups:
+at most three transfers a bucket, however many tensors it holds. The last of them run while the bucket
+before is consumed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,26 @@ from bridge.layout import Groups, Layout
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 ALIGN = 256  # bytes: any dtype can be viewed at any offset, and copies stay vectorised
+AXES = ("tp", "expert")
+Parts = list[list[Tensor]]  # shard -> its parts
 
 
 class Shard(NamedTuple):
-    """Local shape and dtype of a tensor cut into `parts` over TP (1: the same on every TP rank)."""
+    """Local shape and dtype of a tensor cut into `parts` over the ranks of `axis` (1: the same on every rank)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: int
+    axis: str = "tp"
 
     @property
     def slot_bytes(self) -> int:
         """Bytes it takes in a buffer, alignment included."""
         return math.ceil(math.prod(self.shape) * self.dtype.itemsize / ALIGN) * ALIGN
+
+    @property
+    def section(self) -> str:
+        return self.axis if self.parts > 1 else "copy"
 
 
 @dataclass
@@ -68,52 +75,59 @@ def pack(items: list[tuple[int, list[Shard]]], limit: int) -> list[Bucket]:
     return buckets
 
 
+class Section(NamedTuple):
+    """A stretch of the send buffer."""
+
+    start: int
+    size: int
+
+
 @dataclass(frozen=True)
 class Route:
-    """What a rank does with a bucket: its own shards or another stage's, sent over the pipeline or not,
-    wanted here or not; and where each shard lies in the send buffer, the cut ones first."""
+    """What a rank does with a bucket: whether the shards are its own, travel over the pipeline, are wanted here;
+    where each shard lies in its section, and each section in the send buffer."""
 
     shards: list[Shard]
     mine: bool
     travels: bool
     wanted: bool
     offsets: list[int]
-    cut_bytes: int
-    all_bytes: int
+    sections: dict[str, Section]
 
     @property
     def send_bytes(self) -> int:
         """Without a journey over the pipeline, cut shards go straight to their place among the gathered ones, and
         copies stay where they are."""
-        return self.all_bytes if self.travels else 0
-
-    @property
-    def gathers(self) -> bool:
-        return self.wanted and self.cut_bytes > 0
+        return sum(section.size for section in self.sections.values()) if self.travels else 0
 
 
 class Gatherer:
     """Runs buckets through two sets of buffers in turn, one bucket ahead of its consumer.
 
-    everywhere: every rank receives the tensors; otherwise only the source can rely on what it gets.
+    everywhere: every rank receives the tensors; otherwise the first tensor-parallel ranks of the first stage.
     """
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device, everywhere: bool) -> None:
-        self._layout, self._groups, self._device, self._everywhere = layout, groups, device, everywhere
+        self._layout, self._device, self._everywhere = layout, device, everywhere
+        self._pipeline = groups.pp
+        self._groups = {"tp": groups.tp, "expert": groups.expert}
+        self._receivers = {
+            axis: list(range(layout.axes[axis])) if everywhere else layout.sources_on(axis) for axis in AXES
+        }
 
-    def run(self, buckets: list[Bucket], live_of: Callable[[int], list[Tensor]]) -> Iterator[list[list[list[Tensor]]]]:
+    def run(self, buckets: list[Bucket], live_of: Callable[[int], list[Tensor]]) -> Iterator[list[Parts]]:
         """For each bucket: item -> shard -> its parts. `live_of(b)` gives the local shards of an own bucket b.
 
         Parts are views of live tensors or of a buffer, valid until the next bucket is asked for; [] for a shard
-        that is not wanted here. Closing the iterator early first finishes the collectives, so that no other
+        that is not wanted here. Closing the iterator early first finishes the transfers, so that no other
         rank waits for this one.
         """
         routes = [self._route(bucket) for bucket in buckets]
         sending = max((route.send_bytes for route in routes), default=0)
-        gathering = max((self._layout.tp * route.cut_bytes for route in routes if route.gathers), default=0)
+        gathering = max((sum(self._gathered_bytes(route).values()) for route in routes), default=0)
         slots = [(self._empty(sending), self._empty(gathering)) for _ in buckets[:2]]
 
-        def start(number: int) -> Callable[[], list[list[Tensor]]] | None:
+        def start(number: int) -> Callable[[], Parts] | None:
             if number == len(buckets):
                 return None
             live = [tensor.detach() for tensor in live_of(number)] if routes[number].mine else []
@@ -132,67 +146,94 @@ class Gatherer:
                 raise
 
     def _route(self, bucket: Bucket) -> Route:
-        shards = bucket.shards
-        offsets, position, cut_bytes = [0] * len(shards), 0, 0
-        for index in sorted(range(len(shards)), key=lambda index: shards[index].parts == 1):
-            offsets[index], position = position, position + shards[index].slot_bytes
-            cut_bytes = position if shards[index].parts > 1 else cut_bytes
+        shards, offsets, sections, start = bucket.shards, [], {}, 0
+        sizes = dict.fromkeys((*AXES, "copy"), 0)
+        for shard in shards:
+            offsets.append(sizes[shard.section])
+            sizes[shard.section] += shard.slot_bytes
+        for name, size in sizes.items():
+            sections[name] = Section(start, size)
+            start += size
         return Route(
             shards=shards,
             mine=bucket.owner == self._layout.pp_rank,
             travels=self._layout.pp > 1 and (self._everywhere or bucket.owner != 0),
             wanted=self._everywhere or self._layout.pp_rank == 0,
             offsets=offsets,
-            cut_bytes=cut_bytes,
-            all_bytes=position,
+            sections=sections,
         )
 
-    def _start(
-        self, route: Route, live: list[Tensor], owner: int, send: Tensor, received: Tensor
-    ) -> Callable[[], list[list[Tensor]]]:
-        """Launch the collectives of a bucket; the returned function waits and gives the parts of each shard."""
-        send, received = send[: route.send_bytes], received[: self._layout.tp * route.cut_bytes if route.gathers else 0]
-        mine, works = received.view(self._layout.tp, -1)[self._layout.tp_rank], []
-        packed = send if route.travels else mine
+    def _gathered_bytes(self, route: Route) -> dict[str, int]:
+        """Per axis, what this rank's gather of the bucket fills; 0 where none of its group wants it."""
+        return {
+            axis: self._layout.axes[axis] * route.sections[axis].size if route.wanted and self._receivers[axis] else 0
+            for axis in AXES
+        }
+
+    def _start(self, route: Route, live: list[Tensor], owner: int, send: Tensor, slot: Tensor) -> Callable[[], Parts]:
+        """Launch the transfers of a bucket; the returned function waits and gives the parts of each shard."""
+        rows, start = {}, 0
+        for axis, size in self._gathered_bytes(route).items():
+            rows[axis] = slot[start : start + size].view(self._layout.axes[axis], -1)
+            start += size
+        places = {name: send[section.start : section.start + section.size] for name, section in route.sections.items()}
+        if not route.travels:
+            places = {axis: rows[axis][self._layout.part(axis)] for axis in AXES}
         for shard, offset, tensor in zip(route.shards, route.offsets, live, strict=route.mine):
-            if offset < packed.numel():
-                _view(packed, offset, shard).copy_(tensor)
-        if route.travels:
-            source = dist.get_global_rank(self._groups.pp, owner)
-            works = [dist.broadcast(send, source, group=self._groups.pp, async_op=True)]
-        if route.gathers:
+            place = places.get(shard.section)
+            if place is not None and place.numel():
+                _view(place, offset, shard).copy_(tensor)
+        works = self._send_over_pipeline(send[: route.send_bytes], owner) if route.travels else []
+        if any(size for size in self._gathered_bytes(route).values()):
             for work in works:
                 work.wait()
             if route.travels:
-                mine.copy_(send[: route.cut_bytes])
-            works = self._all_gather(received, mine)
+                for axis in AXES:
+                    if rows[axis].numel():
+                        rows[axis][self._layout.part(axis)].copy_(places[axis])
+            works = [work for axis in AXES if rows[axis].numel() for work in self._gather(axis, rows[axis])]
 
         def parts_of(index: int) -> list[Tensor]:
             shard, offset = route.shards[index], route.offsets[index]
             if not route.wanted:
                 return []
             if shard.parts > 1:
-                return [_view(received, part * route.cut_bytes + offset, shard) for part in range(shard.parts)]
-            return [live[index] if route.mine else _view(send, offset, shard)]
+                return [_view(row, offset, shard) for row in rows[shard.axis]] if rows[shard.axis].numel() else []
+            return [live[index] if route.mine else _view(places["copy"], offset, shard)]
 
-        def finish() -> list[list[Tensor]]:
+        def finish() -> Parts:
             for work in works:
                 work.wait()
             return [parts_of(index) for index in range(len(route.shards))]
 
         return finish
 
-    def _all_gather(self, received: Tensor, mine: Tensor) -> list[dist.Work]:
-        """Fill `received` [tp * n] in place, of which this rank has written its own part `mine` [n].
+    def _send_over_pipeline(self, buffer: Tensor, owner: int) -> list[dist.Work]:
+        """From the owner to every stage, or to the first one only."""
+        group, rank = self._pipeline, self._layout.pp_rank
+        source = dist.get_global_rank(group, owner)
+        if self._everywhere:
+            return [dist.broadcast(buffer, source, group=group, async_op=True)]
+        if rank == owner:
+            return [dist.isend(buffer, dist.get_global_rank(group, 0), group=group)]
+        return [dist.irecv(buffer, source, group=group)] if rank == 0 else []
 
-        On CPU each rank broadcasts its part: gloo moves 3.5 GB/s that way and 0.3 GB/s in its all-gather
-        (two processes, loopback). The source's own part stays home when nobody else wants it."""
-        group, tp = self._groups.tp, self._layout.tp
-        if received.device.type != "cpu":
-            return [all_gather(received, mine, group=group, async_op=True)]
-        rows = received.view(tp, -1)
-        senders = range(tp) if self._everywhere else range(1, tp)
-        return [dist.broadcast(rows[r], dist.get_global_rank(group, r), group=group, async_op=True) for r in senders]
+    def _gather(self, axis: str, rows: Tensor) -> list[dist.Work]:
+        """Fill `rows` [ranks, n], of which this rank has written its own row, where a receiver wants it.
+
+        On CPU the rows go point to point: gloo moves 3 GB/s that way and 0.3 GB/s in its all-gather (two
+        processes, loopback), and a row nobody else wants stays home."""
+        group, mine = self._groups[axis], self._layout.part(axis)
+        if rows.device.type != "cpu":
+            return [all_gather(rows.view(-1), rows[mine], group=group, async_op=True)]
+        receivers, works = self._receivers[axis], []
+        for receiver in receivers:
+            if receiver != mine:
+                works.append(dist.isend(rows[mine], dist.get_global_rank(group, receiver), group=group))
+        if mine in receivers:
+            others = (rank for rank in range(len(rows)) if rank != mine)
+            works += [dist.irecv(rows[rank], dist.get_global_rank(group, rank), group=group) for rank in others]
+        return works
 
     def _empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)

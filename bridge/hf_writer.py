@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bridge.safetensors_io import DTYPES, INDEX, SINGLE, HfCheckpoint
+from bridge.source import open_source
 
 # Room kept at the front of a shard for its header, which is known only when the shard is complete. The format
 # allows spaces behind the JSON. A full header closes the shard (about 450 tensors).
@@ -23,9 +24,9 @@ COMPANIONS = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}  # config
 class HfWriter:
     """`add` tensors in any order, then `finish`. Nothing has its final name before `finish` has renamed it.
 
-    With `source_dir`, tensors are written in the dtype they have there, and the config, generation config,
-    tokenizer, chat template and custom code files are copied. As a context manager it finishes on success and
-    removes its temporary files on an error.
+    With `source_dir`, tensors are written in the dtype they have there (bfloat16 where it holds fp8), and the
+    config, generation config, tokenizer, chat template and custom code files are copied. As a context manager it
+    finishes on success and removes its temporary files on an error.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class HfWriter:
         self._source_dir = None if source_dir is None else Path(source_dir)
         if self._source_dir is not None and self._source_dir.resolve() == self.directory.resolve():
             raise ValueError(f"got {directory} as target and source; expected two folders; write to another folder")
-        self._dtypes = {} if self._source_dir is None else plain_dtypes(HfCheckpoint(self._source_dir))
+        self._dtypes = {} if self._source_dir is None else plain_dtypes(open_source(self._source_dir))
         self.directory.mkdir(parents=True, exist_ok=True)
         self._max_shard_bytes = max_shard_bytes
         self._shards: list[list[str]] = []
@@ -134,7 +135,7 @@ class HfWriter:
 
 
 def plain_dtypes(source: HfCheckpoint) -> dict[str, torch.dtype]:
-    """Tensor -> dtype to write it in; what the source holds quantised is written as it comes."""
+    """Tensor -> dtype to write it in; what is no plain float in the source is written as it comes."""
     plain = (torch.float32, torch.bfloat16, torch.float16)
     return {name: source.dtype(name) for name in source.names() if source.dtype(name) in plain}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 @dataclass(frozen=True)
 class Layout:
     """Sizes and this rank's coordinates: tensor (tp), pipeline (pp, vpp chunks a stage), expert (ep) and
-    expert-tensor (etp) parallelism. Data and context parallel ranks hold copies and do not matter here."""
+    expert-tensor (etp) parallelism. Ranks beyond these axes (data, context parallel) hold copies."""
 
     tp: int = 1
     pp: int = 1
@@ -30,25 +30,45 @@ class Layout:
 
     @property
     def is_source(self) -> bool:
-        """The one rank of a model copy that hands out full tensors."""
+        """A rank that hands out full tensors: the first of its tensor and pipeline parallel ranks."""
         return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Number of ranks a tensor may be cut over: dense tensors over tp, experts over ep x etp."""
+        return {"tp": self.tp, "expert": self.ep * self.etp}
+
+    def part(self, axis: str) -> int:
+        """This rank's number on an axis; experts count etp fastest, as Megatron-Core's groups do."""
+        return self.tp_rank if axis == "tp" else self.ep_rank * self.etp + self.etp_rank
+
+    def sources_on(self, axis: str) -> list[int]:
+        """Which ranks of this rank's group on `axis` are the first tensor-parallel ranks: those that want a dense
+        tensor whole. Ranks of a stage count tp fastest, so do those of an expert group."""
+        first = self.tp_rank - self.part(axis)
+        return [index for index in range(self.axes[axis]) if (first + index) % self.tp == 0]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups of the axes above; None where the axis has size 1."""
+    """Process groups of the axes above, `expert` being ep x etp; None where there is one rank."""
 
     tp: dist.ProcessGroup | None = None
     pp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None
-    etp: dist.ProcessGroup | None = None
+    expert: dist.ProcessGroup | None = None
 
     def check(self, layout: Layout) -> None:
-        """ValueError if a group is missing or has another size than the layout says."""
-        for axis, group in vars(self).items():
-            got, want = (1 if group is None else group.size()), vars(layout)[axis]
-            if got != want:
+        """ValueError if a group is missing, or its size or this rank's place in it is not as the layout says."""
+        wanted = {
+            "tp": (layout.tp, layout.tp_rank),
+            "pp": (layout.pp, layout.pp_rank),
+            "expert": (layout.axes["expert"], layout.part("expert")),
+        }
+        for axis, (size, rank) in wanted.items():
+            group = vars(self)[axis]
+            got = (1, 0) if group is None else (group.size(), group.rank())
+            if got != (size, rank):
                 raise ValueError(
-                    f"got a {axis} process group of {got} ranks; expected {want} as in the layout; "
-                    f"hand Groups({axis}=...) the group that Megatron-Core built"
+                    f"got a {axis} process group of {got[0]} ranks with this one at {got[1]}; expected {size} and "
+                    f"{rank} as in the layout; hand Groups({axis}=...) the group that Megatron-Core built"
                 )

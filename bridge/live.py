@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from bridge.mapping import Live, Rule
+from bridge.rules import Live
 
 LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+TRAVELS = "router.expert_bias"  # the one buffer that is part of the model; caches and token counts stay
+STACKED = re.compile(r"\.experts\.weight([12])$")
 
 # TransformerConfig fields that change names, row order or the meaning of a weight in a way no rule describes,
 # with the values that do not.
@@ -38,17 +40,34 @@ def check_options(chunks: list[nn.Module]) -> None:
                 )
 
 
-def live_tensors(chunks: list[nn.Module], layer_offsets: list[int], rules: list[Rule]) -> Iterator[tuple[str, Tensor]]:
-    """(global name, tensor) of every parameter, and of every buffer a rule claims (an expert bias travels,
-    rotary caches do not)."""
+def live_tensors(
+    chunks: list[nn.Module], layer_offsets: list[int], experts: int, width: int
+) -> Iterator[tuple[str, Tensor]]:
+    """(global name, tensor) of every parameter and travelling buffer.
+
+    experts, width   experts of this rank and hidden size, to see single experts in stacked weights
+    """
     assert len(chunks) == len(layer_offsets), f"{len(chunks)} chunks, {len(layer_offsets)} layer_offsets"
     for chunk, offset in zip(chunks, layer_offsets, strict=True):
-        for name, tensor in chunk.named_parameters():
-            yield global_name(name, offset), tensor
-        for name, tensor in chunk.named_buffers():
-            name = global_name(name, offset)
-            if any(rule.match(name) is not None for rule in rules):
-                yield name, tensor
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            if isinstance(tensor, nn.Parameter) or name.endswith(TRAVELS):
+                yield from unstack(global_name(name, offset), tensor, experts, width)
+
+
+def unstack(name: str, tensor: Tensor, experts: int, width: int) -> Iterator[tuple[str, Tensor]]:
+    """The old grouped layout holds all experts of a rank in two matrices of reinterpreted memory:
+    weight1 [H, n * 2F] is (n, H, 2F) and weight2 [n * F, H] is (n, F, H), each expert transposed. Yields
+    views [out, in] of single experts, named `...experts.weight1.{j}`; other tensors as they are."""
+    found = STACKED.search(name)
+    if found is None:
+        yield name, tensor
+        return
+    if found[1] == "1":
+        each = tensor.view(experts, width, -1)
+    else:
+        each = tensor.view(experts, -1, width)
+    for number, expert in enumerate(each.transpose(1, 2)):
+        yield f"{name}.{number}", expert
 
 
 def global_name(name: str, offset: int) -> str:

@@ -78,7 +78,20 @@ class HfCheckpoint:
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """The tensor, or `tensor[slices]`, as a view of the mapped file: only the pages touched are read."""
-        stored = self._stored[name]
+        return self._view(self._stored[name], slices)
+
+    def read_into(self, name: str, slices: tuple[slice, ...] | None, target: Tensor) -> None:
+        """`target.copy_(read(name, slices))`, for a target of that very shape, any dtype, layout and device.
+
+        Copying from the mapping runs at the speed of memory on a warm cache. Reading straight into the target
+        (preadv) is within the noise of it for rows and less than half as fast for columns.
+        """
+        source = self.read(name, slices)
+        assert source.shape == target.shape, f"{name}: {list(source.shape)} into {list(target.shape)}"
+        target.copy_(source)
+
+    def _view(self, stored: Stored, slices: tuple[slice, ...] | None) -> Tensor:
+        """A stretch of a mapped file as a tensor; its bytes are counted."""
         if stored.file not in self._maps:
             path = self.directory / stored.file
             size = path.stat().st_size

@@ -14,22 +14,23 @@ from bridge.export import export_units
 from bridge.gather import Gatherer
 from bridge.layout import Groups, Layout
 from bridge.live import check_options, describe, live_tensors
-from bridge.load import LoadReport, check_tied_head, load_units
-from bridge.mapping import Live, Plan, check_source, make_plan
-from bridge.models import family_rules
-from bridge.models.rows import is_tied
-from bridge.safetensors_io import HfCheckpoint
-
-EMBEDDING = "model.embed_tokens.weight"
+from bridge.load import LoadReport, load_units
+from bridge.models import Target, check_supported, family_extras, family_rules, local_experts
+from bridge.ops import RopeRows
+from bridge.plan import Plan, make_plan
+from bridge.rules import Live
+from bridge.source import open_source
+from bridge.source_check import check_source
 
 
 class Bridge:
-    """Converts the weights of one model copy, spread over tensor and pipeline parallel ranks.
+    """Converts the weights of one model copy, spread over tensor, pipeline and expert parallel ranks.
 
     hf_config      content of config.json
     chunks         live model chunks of this rank (one, or one per virtual pipeline stage)
     layer_offsets  global number of each chunk's local layer 0
     bucket_bytes   bound on the buffers of an export in flight
+    indexer_rows   order of the live indexer's rows; None: that of the file, as our layers have it
 
     Construction is collective over the groups: it plans, and proves the plan total, before any weight moves.
     """
@@ -42,15 +43,19 @@ class Bridge:
         groups: Groups,
         layer_offsets: list[int],
         bucket_bytes: int = 256 << 20,
+        indexer_rows: RopeRows | None = None,
     ) -> None:
         groups.check(layout)
-        self._rules = family_rules(hf_config)
+        check_supported(hf_config)
         check_options(chunks)
         self._config, self._layout, self._groups = hf_config, layout, groups
         self._chunks, self._offsets, self._bucket_bytes = chunks, layer_offsets, bucket_bytes
+        self._experts = local_experts(hf_config, layout.ep)
         self._described = self._describe()
         stages = _exchange(self._described, layout.pp, groups.pp)
-        self.plan: Plan = make_plan(self._rules, stages, hf_config["num_hidden_layers"], layout.tp)
+        mtp = any(live.name.startswith("mtp.") for stage in stages for live in stage)
+        self._target = Target(layout.ep, mtp, indexer_rows)
+        self.plan: Plan = make_plan(family_rules(hf_config, self._target), stages, layout.axes)
         _check_agreement(f"{self.plan.digest()} in buckets of {bucket_bytes}", groups)
         self._unusable: str | None = None
 
@@ -58,17 +63,12 @@ class Bridge:
     def load(self, hf_dir: Path | str) -> LoadReport:
         """Read every live tensor of this rank from a folder. Everything is checked before the first write;
         a later error leaves the model unusable until a load succeeds."""
-        checkpoint = HfCheckpoint(hf_dir)
-        shapes = {name: checkpoint.shape(name) for name in checkpoint.names()}
-        dtypes = {name: checkpoint.dtype(name) for name in checkpoint.names()}
-        tied = is_tied(self._config)
-        check_source(self.plan, shapes, dtypes, tied, str(hf_dir))
-        if tied:
-            check_tied_head(checkpoint, EMBEDDING)
+        source = open_source(hf_dir)
+        left_out = check_source(self.plan, source, family_extras(self._config, self._target), str(hf_dir))
         live = self._live()
         mine = [unit for unit in self.plan.units if unit.owner == self._layout.pp_rank]
         self._unusable = f"loading {hf_dir} did not finish"
-        report = load_units(mine, live, checkpoint, self._layout.tp_rank)
+        report = load_units(mine, live, source, self._layout, left_out, str(hf_dir))
         self._unusable = None
         return report
 
@@ -76,8 +76,8 @@ class Bridge:
     def hf_weights(self, source_only: bool = True) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the live dtype) in plan order.
 
-        Collective over the tp and pp groups: every rank iterates to the end (or closes its iterator). With
-        `source_only`, ranks other than tp 0 / pp 0 yield nothing. A tensor is valid until the next one is asked for.
+        Collective over the groups: every rank iterates to the end (or closes its iterator). With `source_only`,
+        ranks other than tp 0 / pp 0 yield nothing. A tensor is valid until the next one is asked for.
         Extra memory: `bucket_bytes` for the buffers, plus the one tensor yielded.
         """
         if self._unusable:
@@ -91,8 +91,11 @@ class Bridge:
         # Two buckets are in flight, so each has half.
         yield from export_units(self.plan.exported, live, gatherer, self._bucket_bytes // 2, yields)
 
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return live_tensors(self._chunks, self._offsets, self._experts, self._config["hidden_size"])
+
     def _describe(self) -> list[Live]:
-        return [describe(*item) for item in live_tensors(self._chunks, self._offsets, self._rules)]
+        return [describe(name, tensor) for name, tensor in self._tensors()]
 
     def _live(self) -> dict[str, Tensor]:
         """Live tensors by global name; ValueError if names, shapes or dtypes are not those of the plan."""
@@ -103,7 +106,7 @@ class Bridge:
                 f"got changed live tensors {changed}; expected those the plan was made for; "
                 "build a new Bridge after changing the model"
             )
-        return dict(live_tensors(self._chunks, self._offsets, self._rules))
+        return dict(self._tensors())
 
 
 def _exchange(mine: list[Live], pp: int, group: dist.ProcessGroup | None) -> list[list[Live]]:
@@ -116,7 +119,7 @@ def _exchange(mine: list[Live], pp: int, group: dist.ProcessGroup | None) -> lis
 
 def _check_agreement(digest: str, groups: Groups) -> None:
     """All ranks of a model copy must have derived the same plan, or their collectives would not match."""
-    for group in (groups.tp, groups.pp):
+    for group in (groups.tp, groups.pp, groups.expert):
         if group is not None:
             digests = [""] * group.size()
             dist.all_gather_object(digests, digest, group=group)

@@ -77,7 +77,7 @@ def test_the_rules_catch_what_they_forbid():
     assert violations("engines/base.py", "trainer.config")
     assert violations("engines/fsdp/engine.py", "engines.megatron.build")
     assert violations("engines/rollout/hf.py", "megatron.core")
-    assert violations("bridge/ops.py", "transformers")
+    assert violations("bridge/plan.py", "transformers")
     assert violations("trainer/config/schema.py", "torch")
     assert not violations("engines/fsdp/engine.py", "engines.attention")
     assert not violations("trainer/cluster.py", "ray.util")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bridge.mapping import Rule
 from bridge.models.family import Family
-from bridge.models.rows import Config, dense_rows
+from bridge.models.rows import attention_rows, mlp_rows
+from bridge.models.scope import Config, Scope, Target
+from bridge.rules import Rule
 
 
-def rules(config: Config) -> list[Rule]:
-    return dense_rows(config, bias=True)
+def layer_rows(config: Config, scope: Scope, target: Target) -> list[Rule]:
+    return [*attention_rows(config, scope, bias=True), *mlp_rows(config, scope)]
 
 
-FAMILY = Family("Qwen2ForCausalLM", rules, refused={"use_sliding_window": (True,)})
+FAMILY = Family("Qwen2ForCausalLM", layer_rows, refused={"use_sliding_window": (True,)})
