@@ -104,7 +104,7 @@ class Route:
 class Gatherer:
     """Runs buckets through two sets of buffers in turn, one bucket ahead of its consumer.
 
-    everywhere: every rank receives the tensors; otherwise the first tensor-parallel ranks of the first stage.
+    everywhere: every rank receives the tensors; otherwise only the source can rely on what it gets.
     """
 
     def __init__(self, layout: Layout, groups: Groups, device: torch.device, everywhere: bool) -> None:
@@ -112,7 +112,7 @@ class Gatherer:
         self._pipeline = groups.pp
         self._groups = {"tp": groups.tp, "expert": groups.expert}
         self._receivers = {
-            axis: list(range(layout.axes[axis])) if everywhere else layout.sources_on(axis) for axis in AXES
+            axis: list(range(layout.axes[axis])) if everywhere else layout.receivers(axis) for axis in AXES
         }
 
     def run(self, buckets: list[Bucket], live_of: Callable[[int], list[Tensor]]) -> Iterator[list[Parts]]:

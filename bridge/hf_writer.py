@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -19,24 +20,34 @@ from bridge.source import open_source
 HEADER_BYTES = 64 << 10
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 COMPANIONS = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}  # config, tokenizer, template, custom code
+NO_COMPANIONS = (".index.json", "manifest.json")  # they speak of weight files
 
 
 class HfWriter:
     """`add` tensors in any order, then `finish`. Nothing has its final name before `finish` has renamed it.
 
-    With `source_dir`, tensors are written in the dtype they have there (bfloat16 where it holds fp8), and the
-    config, generation config, tokenizer, chat template and custom code files are copied. As a context manager it
-    finishes on success and removes its temporary files on an error.
+    With `source_dir` the config, generation config, tokenizer, chat template and custom code files are copied from
+    there, with `overrides` on top of the config. Tensors are written in the dtype that `dtypes` gives; without it,
+    in the one they have in `source_dir` (bfloat16 where it holds fp8). As a context manager it finishes on success
+    and removes its temporary files on an error.
     """
 
     def __init__(
-        self, directory: Path | str, source_dir: Path | str | None = None, max_shard_bytes: int = 5 << 30
+        self,
+        directory: Path | str,
+        source_dir: Path | str | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = 5 << 30,
     ) -> None:
         self.directory = Path(directory)
+        self.overrides = dict(overrides or {})
         self._source_dir = None if source_dir is None else Path(source_dir)
         if self._source_dir is not None and self._source_dir.resolve() == self.directory.resolve():
             raise ValueError(f"got {directory} as target and source; expected two folders; write to another folder")
-        self._dtypes = {} if self._source_dir is None else plain_dtypes(open_source(self._source_dir))
+        if dtypes is None:
+            dtypes = {} if self._source_dir is None else plain_dtypes(open_source(self._source_dir))
+        self._dtypes = dtypes
         self.directory.mkdir(parents=True, exist_ok=True)
         self._max_shard_bytes = max_shard_bytes
         self._shards: list[list[str]] = []
@@ -75,6 +86,7 @@ class HfWriter:
         self._close_shard()
         if self._source_dir is not None:
             copy_companions(self._source_dir, self.directory)
+            edit_config(self.directory, self.overrides)
         count = len(self._shards)
         finals = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         if count > 1:
@@ -141,14 +153,19 @@ def plain_dtypes(source: HfCheckpoint) -> dict[str, torch.dtype]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Everything a model folder needs besides weights; config.json loses its quantization_config, because
-    the weights are written unquantised."""
+    """Everything a model folder needs besides weights."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in COMPANIONS and not path.name.endswith(".index.json"):
+        if path.is_file() and path.suffix in COMPANIONS and not path.name.endswith(NO_COMPANIONS):
             shutil.copyfile(path, target / path.name)
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, target / templates.name, dirs_exist_ok=True)
-    config = json.loads((source / "config.json").read_text())
-    if config.pop("quantization_config", None) is not None:
-        (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def edit_config(directory: Path, overrides: Mapping[str, Any]) -> None:
+    """config.json loses its quantization_config, because weights are written unquantised, and gets `overrides`."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    edited = {name: value for name, value in config.items() if name != "quantization_config"} | dict(overrides)
+    if edited != config:
+        path.write_text(json.dumps(edited, indent=2) + "\n")

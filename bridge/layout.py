@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -28,10 +29,7 @@ class Layout:
             if not 0 <= rank < size:
                 raise ValueError(f"got {axis}_rank={rank}; expected 0 <= rank < {axis}={size}; fix the layout")
 
-    @property
-    def is_source(self) -> bool:
-        """A rank that hands out full tensors: the first of its tensor and pipeline parallel ranks."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        self.position  # noqa: B018  raises if the coordinates contradict each other
 
     @property
     def axes(self) -> dict[str, int]:
@@ -42,11 +40,38 @@ class Layout:
         """This rank's number on an axis; experts count etp fastest, as Megatron-Core's groups do."""
         return self.tp_rank if axis == "tp" else self.ep_rank * self.etp + self.etp_rank
 
-    def sources_on(self, axis: str) -> list[int]:
-        """Which ranks of this rank's group on `axis` are the first tensor-parallel ranks: those that want a dense
-        tensor whole. Ranks of a stage count tp fastest, so do those of an expert group."""
-        first = self.tp_rank - self.part(axis)
-        return [index for index in range(self.axes[axis]) if (first + index) % self.tp == 0]
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage that hold one copy of the model together."""
+        return math.lcm(*self.axes.values())
+
+    @property
+    def position(self) -> int:
+        """This rank's number among them: consecutive ranks share a tp group, and an expert group."""
+        for position in range(self.stage_ranks):
+            if all(position % size == self.part(axis) for axis, size in self.axes.items()):
+                return position
+        raise ValueError(
+            f"got tp_rank={self.tp_rank} of {self.tp} on a rank with expert number {self.part('expert')} of "
+            f"{self.axes['expert']}; expected both to count the same ranks of a stage; fix the layout"
+        )
+
+    @classmethod
+    def at(cls, position: int, stage: int = 0, **sizes: int) -> Layout:
+        """The layout of one rank of a copy, by its number in its stage."""
+        tp, ep, etp = (sizes.get(axis, 1) for axis in ("tp", "ep", "etp"))
+        expert = position % (ep * etp)
+        ranks = {"tp_rank": position % tp, "ep_rank": expert // etp, "etp_rank": expert % etp, "pp_rank": stage}
+        return cls(**sizes, **ranks)
+
+    @property
+    def is_source(self) -> bool:
+        """The one rank of a model copy that hands out full tensors."""
+        return self.pp_rank == 0 and self.position == 0
+
+    def receivers(self, axis: str) -> list[int]:
+        """Which ranks of this rank's group on `axis` want tensors whole: the source, where it is one of them."""
+        return [0] if self.position == self.part(axis) else []
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ def _match(rules: list[Rule], stages: list[list[Live]], axes: dict[str, int]) ->
         copy = rule.copy or again  # a later stage may hold a second embedding for its own use
         sources = rule.sources(place)
         shapes = tuple(sources.values())
-        key = (stage if copy else None, *sources)
+        key = (live.name, stage) if copy else tuple(sources)  # copies of one source are filled one by one
         unit = units.setdefault(key, Unit((place.layer, order, place.expert), stage, copy, sources))
         parts = rule.op.parts_of(live.shape, list(shapes), axes[rule.op.axis])
         problems += _bad_live(live, rule, place, parts, axes)

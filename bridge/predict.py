@@ -121,7 +121,7 @@ def _cut(rule: Rule, place: Place, form: Form, layout: Layout, problems: list[st
         return full
     shape = (*full[: op.dim], full[op.dim] // ranks, *full[op.dim + 1 :])
     if full[op.dim] % ranks or op.parts_of(shape, hf, layout.axes[op.axis]) is None:
-        name = rule.live_name(place, place.layer)
+        name = rule.live_name(place, place.layer - rule.shift)
         problems.append(
             f"{name} {list(full)}: cannot be cut into {ranks} on dimension {op.dim}: change {OPTION[op.axis]}"
         )

@@ -80,26 +80,11 @@ class HfCheckpoint:
         """The tensor, or `tensor[slices]`, as a view of the mapped file: only the pages touched are read."""
         return self._view(self._stored[name], slices)
 
-    def read_into(self, name: str, slices: tuple[slice, ...] | None, target: Tensor) -> None:
-        """`target.copy_(read(name, slices))`, for a target of that very shape, any dtype, layout and device.
-
-        Copying from the mapping runs at the speed of memory on a warm cache. Reading straight into the target
-        (preadv) is within the noise of it for rows and less than half as fast for columns.
-        """
-        source = self.read(name, slices)
-        assert source.shape == target.shape, f"{name}: {list(source.shape)} into {list(target.shape)}"
-        target.copy_(source)
-
     def _view(self, stored: Stored, slices: tuple[slice, ...] | None) -> Tensor:
         """A stretch of a mapped file as a tensor; its bytes are counted."""
         if stored.file not in self._maps:
-            path = self.directory / stored.file
-            size = path.stat().st_size
-            self._maps[stored.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        data = self._maps[stored.file][stored.start : stored.start + stored.size]
-        if stored.start % stored.dtype.itemsize:  # legal in the format, impossible as a typed view
-            data = data.clone()
-        view = data.view(stored.dtype).view(stored.shape)
+            self._maps[stored.file] = map_file(self.directory / stored.file)
+        view = view_of(self._maps[stored.file], stored)
         view = view if slices is None else view[slices]
         self.bytes_read += view.numel() * view.element_size()
         return view
@@ -122,6 +107,28 @@ class HfCheckpoint:
             f"got {self.directory} without {SINGLE} and {INDEX}; expected a Hugging Face folder in safetensors format; "
             "check the path, or convert older formats with save_pretrained(safe_serialization=True)"
         )
+
+
+class SafetensorsFile:
+    """The tensors of one file, read by mapping it."""
+
+    def __init__(self, path: Path) -> None:
+        self._stored, self._map = read_header(path), map_file(path)
+
+    def read(self, name: str) -> Tensor:
+        return view_of(self._map, self._stored[name])
+
+
+def map_file(path: Path) -> Tensor:
+    """The bytes of a file; only the pages touched are read."""
+    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+
+
+def view_of(mapping: Tensor, stored: Stored) -> Tensor:
+    data = mapping[stored.start : stored.start + stored.size]
+    if stored.start % stored.dtype.itemsize:  # legal in the format, impossible as a typed view
+        data = data.clone()
+    return data.view(stored.dtype).view(stored.shape)
 
 
 def read_header(path: Path) -> dict[str, Stored]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ COMPARE_ROWS = 4096  # rows of a repeated tensor compared at a time
 class Readable(Protocol):
     """Tensors that can be read by name and slice; `bytes_read` counts what that took from disk."""
 
+    directory: Path
     bytes_read: int
 
     def names(self) -> list[str]: ...

@@ -77,7 +77,7 @@ class Bridge:
         """(Hugging Face name, full tensor in the live dtype) in plan order.
 
         Collective over the groups: every rank iterates to the end (or closes its iterator). With `source_only`,
-        ranks other than tp 0 / pp 0 yield nothing. A tensor is valid until the next one is asked for.
+        only the source of the copy (`Layout.is_source`) yields. A tensor is valid until the next one is asked for.
         Extra memory: `bucket_bytes` for the buffers, plus the one tensor yielded.
         """
         if self._unusable:

@@ -6,6 +6,7 @@ from bridge.models import deepseek_v3, deepseek_v32, glm4_moe, glm_moe_dsa, llam
 from bridge.models.family import Extras, Family
 from bridge.models.mla import full_indexer_layers
 from bridge.models.moe import num_experts
+from bridge.models.mtp import mtp_copies, mtp_pattern
 from bridge.models.scope import Config, Target
 from bridge.rules import Rule
 
@@ -70,5 +71,7 @@ __all__ = [
     "full_indexer_layers",
     "has_indexer",
     "local_experts",
+    "mtp_copies",
+    "mtp_pattern",
     "num_experts",
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from bridge.models.mla import full_indexer_layers
 from bridge.models.moe import num_experts
-from bridge.models.mtp import inner_scopes, mtp_copies, mtp_layers, mtp_rows
+from bridge.models.mtp import inner_scopes, mtp_copies, mtp_pattern, mtp_rows
 from bridge.models.rows import EMBEDDING, HEAD, embedding_rows, is_tied
 from bridge.models.scope import Config, Scope, Target
 from bridge.rules import Rule
@@ -48,11 +48,11 @@ class Family:
     def extras(self, config: Config, target: Target) -> Extras:
         ignored = {"rotary caches": re.compile(r".*\.rotary_emb\.inv_freq")}
         copies = {HEAD: EMBEDDING} if is_tied(config) else {}
-        extra_layers = "|".join(str(layer) for layer in mtp_layers(config))
-        if extra_layers and not target.mtp:
-            ignored["extra prediction (MTP) layers, not trained"] = re.compile(rf"model\.layers\.({extra_layers})\..*")
-        elif extra_layers:
-            copies |= mtp_copies(config, is_tied(config))
+        extra = mtp_pattern(config)
+        if target.mtp:
+            copies |= mtp_copies(config)
+        elif extra is not None:
+            ignored["extra prediction (MTP) layers, not trained"] = extra
         if self.has_indexer:
             shared = set(range(config["num_hidden_layers"])) - set(full_indexer_layers(config))
             numbers = "|".join(str(layer) for layer in sorted(shared))

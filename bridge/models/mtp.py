@@ -3,9 +3,10 @@ embedding of the next token by `eh_proj`, whose input is [embedding ; hidden sta
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
-from bridge.models.rows import EMBEDDING, HEAD
+from bridge.models.rows import EMBEDDING, HEAD, is_tied
 from bridge.models.scope import Config, Scope
 from bridge.ops import Rename
 from bridge.rules import Rule
@@ -40,13 +41,15 @@ def mtp_rows(config: Config) -> list[Rule]:
     ]
 
 
-def mtp_copies(config: Config, tied: bool) -> dict[str, str]:
+def mtp_pattern(config: Config) -> re.Pattern[str] | None:
+    """Names of everything in these layers; None if there are none."""
+    layers = "|".join(str(layer) for layer in mtp_layers(config))
+    return re.compile(rf"model\.layers\.({layers})\..*") if layers else None
+
+
+def mtp_copies(config: Config) -> dict[str, str]:
     """Repeated tensors a file may hold in these layers -> the tensor each must equal."""
+    originals = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": EMBEDDING if is_tied(config) else HEAD}
     return {
-        f"model.layers.{layer}.{name}": original
-        for layer in mtp_layers(config)
-        for name, original in (
-            ("embed_tokens.weight", EMBEDDING),
-            ("shared_head.head.weight", EMBEDDING if tied else HEAD),
-        )
+        f"model.layers.{layer}.{name}": original for layer in mtp_layers(config) for name, original in originals.items()
     }

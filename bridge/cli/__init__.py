@@ -1,0 +1,1 @@
+"""`python3 -m bridge`: plan a layout without weights, convert checkpoints on disk."""
