@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from bridge.hf_export import write_folder
 from bridge.hf_writer import HfWriter
 from bridge.layout import Groups, Layout
 from bridge.load import LoadReport
 from bridge.models import check_supported
 from bridge.ops import RopeRows
 from bridge.safetensors_io import HfCheckpoint
+from bridge.source import open_source
 from bridge.stream import Bridge
 
-__all__ = ["Bridge", "Groups", "HfCheckpoint", "HfWriter", "Layout", "LoadReport", "RopeRows", "check_supported"]
+__all__ = [
+    "Bridge",
+    "Groups",
+    "HfCheckpoint",
+    "HfWriter",
+    "Layout",
+    "LoadReport",
+    "RopeRows",
+    "check_supported",
+    "open_source",
+    "write_folder",
+]

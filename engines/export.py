@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
-from bridge import HfWriter
+from bridge import open_source, write_folder
 from engines.base import TrainEngine
+
+log = logging.getLogger(__name__)
 
 
 def export_hf(engine: TrainEngine, directory: Path, source: Path, overrides: dict[str, Any]) -> None:
@@ -15,17 +18,14 @@ def export_hf(engine: TrainEngine, directory: Path, source: Path, overrides: dic
     config, tokenizer and chat template from `source`; the folder loads with `from_pretrained`.
 
     `overrides` (the run's override_config) become part of config.json: they are what the weights were trained
-    with. Weights have the compute dtype's precision, in the dtype of the source file.
+    with. Weights have the compute dtype's precision, in the dtype of the source file. Layers of the source that
+    were not trained (multi-token prediction) are carried over.
     """
     if not engine.is_weight_source:
         for _ in engine.hf_weights():
             raise AssertionError("a rank that is no weight source yielded a tensor")
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    writer = HfWriter(directory, source_dir=source)
-    for name, tensor in engine.hf_weights():
-        writer.add(name, tensor)
-    writer.finish()
-    if overrides:
-        path = directory / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | overrides, indent=2) + "\n")
+    config = json.loads((source / "config.json").read_text())
+    done = write_folder(engine.hf_weights(), directory, open_source(source), config, overrides)
+    if done:
+        log.info("%s: %s", directory, done)

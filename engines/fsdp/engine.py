@@ -13,6 +13,7 @@ from engines.base import ForwardOptions, LossFn, TrainEngine
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.device import get_device
 from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
+from engines.fsdp.fused import use_fused_operators
 from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import build_mesh, frees_after_forward, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
@@ -44,6 +45,8 @@ class FsdpEngine(TrainEngine):
         self.model = build_on_meta(spec.model, dtype_of(self.backend.model_dtype, "model_dtype"))
         if spec.model.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if get_device(spec.device).operators is not None:
+            use_fused_operators(self.model, get_device(spec.device).operators)
         shard(self.model, self.mesh, self.backend)
         materialize(self.model, "cpu" if self.backend.offload_policy else self.device)
         for buffer in self.model.buffers():  # FSDP offloads parameters only

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines.device import DEVICES
 from engines.fsdp.shard import local
 from engines.spec import OptimSpec
 
@@ -63,10 +64,11 @@ class ShardedAdamW:
             own.grad = local(sharded.grad) if sharded.grad is not None else torch.zeros_like(own)
 
     def _global_norm(self, loss_finite: Tensor) -> tuple[float, bool]:
-        """L2 norm over all ranks' rows (float32 per tensor, float64 sum), and whether everything is finite."""
+        """L2 norm over all ranks' rows (float32 per tensor, summed as wide as the device can), and whether all is finite."""
         norms = torch._foreach_norm([p.grad for p in self._locals], dtype=torch.float32)
         squares = torch.stack(norms).double().square().sum()
         total = torch.stack([squares, (~loss_finite).to(squares)])
+        total = total.to(DEVICES[total.device.type].sum_dtype)
         dist.all_reduce(total, group=self.group)
         bad = total[1].clone()
         dist.all_reduce(bad)  # replicas have their own losses; every rank must take the same branch

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from bridge import HfCheckpoint
+from bridge import HfCheckpoint, open_source
 from bridge.gather import all_gather
 from engines.fsdp.shard import chunk_rows, local, owned_rows
 from engines.hf_model import DiskTensor, check_names, disk_layout, tied_names
@@ -30,7 +30,7 @@ def load_shards(model: PreTrainedModel, path: str | Path, rank: int, ranks: int)
 
     Names and shapes are checked before the first byte of a weight is read. ValueError lists all offenders.
     """
-    checkpoint = HfCheckpoint(path)
+    checkpoint = open_source(path)
     layout = disk_layout(model)
     check_names(model, layout, checkpoint.names(), str(path))
     _check_shapes(layout, checkpoint)
