@@ -178,28 +178,38 @@ class Gatherer:
             start += size
         places = {name: send[section.start : section.start + section.size] for name, section in route.sections.items()}
         if not route.travels:
-            places = {axis: rows[axis][self._layout.part(axis)] for axis in AXES}
+            places = {axis: rows[axis][self._layout.part(axis)] for axis in AXES if self._shares(axis)}
         for shard, offset, tensor in zip(route.shards, route.offsets, live, strict=route.mine):
             place = places.get(shard.section)
             if place is not None and place.numel():
                 _view(place, offset, shard).copy_(tensor)
         works = self._send_over_pipeline(send[: route.send_bytes], owner) if route.travels else []
-        if any(size for size in self._gathered_bytes(route).values()):
+        if any(row.numel() for row in rows.values()):
             for work in works:
                 work.wait()
             if route.travels:
                 for axis in AXES:
-                    if rows[axis].numel():
+                    if rows[axis].numel() and self._shares(axis):
                         rows[axis][self._layout.part(axis)].copy_(places[axis])
             works = [work for axis in AXES if rows[axis].numel() for work in self._gather(axis, rows[axis])]
+
+        def own_part(index: int) -> Tensor:
+            shard = route.shards[index]
+            return live[index] if route.mine else _view(places[shard.section], route.offsets[index], shard)
 
         def parts_of(index: int) -> list[Tensor]:
             shard, offset = route.shards[index], route.offsets[index]
             if not route.wanted:
                 return []
-            if shard.parts > 1:
-                return [_view(row, offset, shard) for row in rows[shard.axis]] if rows[shard.axis].numel() else []
-            return [live[index] if route.mine else _view(places["copy"], offset, shard)]
+            if shard.parts == 1:
+                return [own_part(index)]
+            mine = self._layout.part(shard.axis)
+            if not rows[shard.axis].numel():
+                return []
+            return [
+                own_part(index) if number == mine else _view(row, offset, shard)
+                for number, row in enumerate(rows[shard.axis])
+            ]
 
         def finish() -> Parts:
             for work in works:
@@ -207,6 +217,12 @@ class Gatherer:
             return [parts_of(index) for index in range(len(route.shards))]
 
         return finish
+
+    def _shares(self, axis: str) -> bool:
+        """Whether another rank takes this one's row of a gather, or a collective needs it in its place; otherwise
+        the row stays empty and the shards are used where they lie."""
+        on_cpu = self._device.type == "cpu"
+        return not on_cpu or any(receiver != self._layout.part(axis) for receiver in self._receivers[axis])
 
     def _send_over_pipeline(self, buffer: Tensor, owner: int) -> list[dist.Work]:
         """From the owner to every stage, or to the first one only."""

@@ -49,6 +49,7 @@ class ShardSource:
         """The tensor, or `tensor[slices]`."""
         unit = self._units[name]
         if self._held[0] is not unit:
+            self._held = None, {}  # lets the last unit go before there is another
             self._held = unit, dict(self._assemble(unit))
         whole = self._held[1][name].to(self.dtype(name))
         return whole if slices is None else whole[slices]
