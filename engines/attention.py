@@ -45,6 +45,27 @@ def packed_attention(q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, cu_seqlens: Te
     return torch.cat([_attend(q_THD, k_TGD, v_TGE, group, scale) for group in groups]).index_select(0, order_T)
 
 
+def sparse_packed_attention(
+    q_THD: Tensor, k_THD: Tensor, v_THE: Tensor, cu_seqlens: Tensor, scale: float, keys_TK: Tensor
+) -> Tensor:
+    """`packed_attention` in which token t sees only those of its earlier tokens that `keys_TK[t]` names.
+
+    keys_TK  positions inside t's own sequence, also later ones and doubles; a sequence of at most K tokens names all
+    """
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+    if max(lengths) <= keys_TK.shape[1]:  # nothing is left out
+        return packed_attention(q_THD, k_THD, v_THE, cu_seqlens, scale)
+    outputs = []
+    for q_SHD, k_SHD, v_SHE, keys_SK in zip(*(x.split(lengths) for x in (q_THD, k_THD, v_THE, keys_TK)), strict=True):
+        seen_SS = torch.zeros(len(q_SHD), len(q_SHD), dtype=torch.bool, device=q_SHD.device)
+        seen_SS.scatter_(1, keys_SK.long(), True).tril_()
+        out_HSE = scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (q_SHD, k_SHD, v_SHE)), attn_mask=seen_SS, scale=scale
+        )
+        outputs.append(out_HSE.transpose(0, 1))
+    return torch.cat(outputs)
+
+
 def _attend(q_THD: Tensor, k_TGD: Tensor, v_TGE: Tensor, group: _Group, scale: float) -> Tensor:
     """Outputs of one group's real tokens, [tokens of the group, H, E]."""
     dtype = q_THD.dtype

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,9 @@ class ForwardOptions:
     micro-batches is the maximum over DP ranks; ranks with less work run masked fillers.
     Logits are divided by `temperature` before log-softmax. `entropy` asks for per-token entropy;
     `entropy_grad` lets gradient flow through it.
+
+    In a mixture of experts, `record_routes` returns the experts of every token, and `replay_routes` dictates those
+    of the batch's `routes` (engines/routes.py).
     """
 
     temperature: float = 1.0
@@ -36,12 +39,15 @@ class ForwardOptions:
     max_tokens: int | None = None
     entropy: bool = False
     entropy_grad: bool = False
+    record_routes: bool = False
+    replay_routes: bool = False
 
     def __post_init__(self) -> None:
         assert (self.micro_batch_size is None) != (self.max_tokens is None), (
             f"set one of micro_batch_size={self.micro_batch_size} and max_tokens={self.max_tokens}"
         )
         assert self.temperature > 0, f"temperature must be positive, got {self.temperature}"
+        assert not (self.record_routes and self.replay_routes), "routes are recorded or replayed, not both"
 
 
 class TrainEngine(ABC):
@@ -64,7 +70,8 @@ class TrainEngine(ABC):
     @abstractmethod
     def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
         """Score without gradient. Returns [T] float32 on CPU in the batch's own order (zeros at first
-        tokens) on `is_output_rank`; other ranks return the same shape with unspecified content."""
+        tokens) on `is_output_rank`; other ranks return the same shape with unspecified content. Recorded routes
+        [T, layers, K] come likewise."""
 
     @abstractmethod
     def update(
@@ -133,6 +140,8 @@ class Sample:
     log_probs        R floats: log p(token) under softmax(logits / temperature), before top-p/top-k cuts
     finish_reason    stop (end token), length (max_new_tokens), abort
     weight_version   version of the weights that produced it
+    routes           [rows, layers, K] int16, the experts of every token that was fed to the model: all but the last
+                     sampled one (engines/routes.py); None unless the engine was told to return them
     """
 
     uid: str
@@ -142,6 +151,7 @@ class Sample:
     log_probs: list[float]
     finish_reason: Literal["stop", "length", "abort"]
     weight_version: int
+    routes: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 class RolloutEngine(ABC):

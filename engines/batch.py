@@ -32,7 +32,8 @@ class TrainBatch:
 
     input_ids   [T] int64
     cu_seqlens  [B+1] int64, starts at 0, ends at T; sequence b is `cu_seqlens[b]:cu_seqlens[b+1]`
-    tokens      name -> [T] tensor, e.g. loss_mask (float 0/1), old_log_probs, advantages (float32)
+    tokens      name -> [T] tensor, e.g. loss_mask (float 0/1), old_log_probs, advantages (float32);
+                or [T, ...], e.g. routes [T, layers, K] int16
     samples     name -> [B] tensor, e.g. loss_weights, index (the caller's row numbers)
     """
 
@@ -133,7 +134,9 @@ class Denominators:
 @dataclass
 class PolicyOutput:
     """What the forward pass hands to a loss. `log_probs` [T] float32 carries gradient;
-    `entropy` [T] float32 is None unless asked for (with gradient when `entropy_grad`)."""
+    `entropy` [T] float32 is None unless asked for (with gradient when `entropy_grad`).
+    `routes` [T, layers, K] int16 are those of a scoring pass that was told to record them."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
+    routes: Tensor | None = None

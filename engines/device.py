@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import resource
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -12,12 +13,15 @@ import torch
 
 @dataclass(frozen=True)
 class Device:
-    """`kind` is cpu, cuda or npu; `backend` is what init_process_group wants; `ray_resource` what Ray counts."""
+    """`kind` is cpu, cuda or npu; `backend` is what init_process_group wants; `ray_resource` what Ray counts;
+    `sum_dtype` the widest type that its collectives add (HCCL knows no float64, and once MindSpeed is loaded a
+    float64 sum stays local without an error)."""
 
     kind: str
     backend: str
     visibility_variable: str | None
     ray_resource: str
+    sum_dtype: torch.dtype = torch.float64
 
     @property
     def module(self) -> ModuleType | None:
@@ -38,6 +42,11 @@ class Device:
         if self.module is not None:
             self.module.empty_cache()
 
+    @property
+    def operators(self) -> ModuleType | None:
+        """The package that holds fused operators beside torch's own: torch_npu; None elsewhere."""
+        return sys.modules["torch_npu"] if self.kind == "npu" else None
+
     def peak_memory_gb(self) -> float:
         """Peak of this process since its start (CPU: resident set; else allocator), in GiB."""
         if self.module is None:
@@ -48,7 +57,7 @@ class Device:
 DEVICES = {
     "cpu": Device("cpu", "gloo", None, "CPU"),
     "cuda": Device("cuda", "cpu:gloo,cuda:nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
-    "npu": Device("npu", "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+    "npu": Device("npu", "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU", torch.float32),
 }
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from engines.attention import packed_attention
+from engines.attention import packed_attention, sparse_packed_attention
 from engines.batch import TrainBatch
 from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
+from engines.sparse_index import Indexer, IndexInputs, check_version, choose_packed, hand_over_indexers
 from engines.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -30,8 +31,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # are saved as `experts.{e}.{gate,up,down}_proj.weight`.
 FUSED_EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 
-# (layer number, q [b, H, S, D], k [b, G, S, D], v [b, G, S, E], scale) -> [b, S, H, E]
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+class Attend(Protocol):
+    """The attention of one forward pass: what the tokens are, sequences or the ends of cached ones, it knows alone."""
+
+    def __call__(
+        self, layer: int, q_bHSD: Tensor, k_bGSD: Tensor, v_bGSE: Tensor, scale: float, keys_bSK: Tensor | None
+    ) -> Tensor:
+        """[b, S, H, E]; with `keys_bSK`, as `choose` returned them, each token sees these keys only."""
+
+    def choose(self, indexer: Indexer, inputs: IndexInputs) -> Tensor:
+        """The keys that the tokens of one sparse layer attend to."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +50,16 @@ class PackedAttend:
 
     cu_seqlens: Tensor
 
-    def __call__(self, layer: int, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_1HTD: Tensor, k_1GTD: Tensor, v_1GTE: Tensor, scale: float, keys_1TK: Tensor | None
+    ) -> Tensor:
         q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (q_1HTD, k_1GTD, v_1GTE))
-        return packed_attention(q_THD, k_TGD, v_TGE, self.cu_seqlens, scale).unsqueeze(0)
+        if keys_1TK is None:
+            return packed_attention(q_THD, k_TGD, v_TGE, self.cu_seqlens, scale).unsqueeze(0)
+        return sparse_packed_attention(q_THD, k_TGD, v_TGE, self.cu_seqlens, scale, keys_1TK[0]).unsqueeze(0)
+
+    def choose(self, indexer: Indexer, inputs: IndexInputs) -> Tensor:
+        return choose_packed(indexer, inputs, self.cu_seqlens)
 
 
 def _attention(
@@ -54,12 +71,15 @@ def _attention(
     *,
     scaling: float,
     attend: Attend,
+    indices: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer: hand over to the `attend` given to the model's forward.
+
+    `indices` are the keys that a sparse layer chose.
 
     transformers builds no mask for an attention it has no mask function for, so nothing T x T exists.
     """
@@ -70,7 +90,7 @@ def _attention(
             f"got a model whose attention needs {given}; expected plain causal attention in every layer; "
             "switch the feature off with override_config (e.g. use_sliding_window: false) or choose another model"
         )
-    return attend(module.layer_idx, query, key, value, scaling), None
+    return attend(module.layer_idx, query, key, value, scaling, indices), None
 
 
 AttentionInterface.register(ATTENTION, _attention)
@@ -103,14 +123,34 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
 
 def build_on_meta(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model without any memory behind its parameters; see `materialize`."""
+    check_version(PretrainedConfig.get_config_dict(spec.path)[0].get("model_type", ""))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             read_config(spec), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
         )
+    hand_over_indexers(model)
+    _choose_experts_kernel(model)
+    _keep_float32_buffers(model)
     # torch withholds the gradient of the row named pad_token_id. Nothing is padded here, and that token may be a
     # real one (often the end token): it learns like every other, as it does in Megatron.
     model.get_input_embeddings().padding_idx = None
     return model
+
+
+def _choose_experts_kernel(model: PreTrainedModel) -> None:
+    """transformers' default, torch's grouped matrix product, takes only rows of whole 16 bytes, eight bfloat16
+    numbers: models of other sizes (tiny ones) loop over their experts, in every dtype and engine alike."""
+    rows = {p.shape[-1] for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
+    if any(size % 8 for size in rows):
+        model.set_experts_implementation("eager")
+
+
+def _keep_float32_buffers(model: PreTrainedModel) -> None:
+    """Undo the cast of buffers that transformers keeps in float32 when it loads a file: correction biases of
+    routers, whose differences bfloat16 would swallow."""
+    for name, buffer in model.named_buffers():
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            buffer.data = buffer.data.float()
 
 
 def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
@@ -191,7 +231,16 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def is_ignorable(model: PreTrainedModel, name: str) -> bool:
-    """True for names a file may hold although the model has no place for them (rotary caches, MTP layers)."""
+    """True for names a file may hold although the model has no place for them: rotary caches, layers that predict
+    further tokens, indexers of layers that use another one's choice."""
+    match = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
+    if match:
+        layer, config = int(match[1]), model.config.to_dict()
+        first_extra = config["num_hidden_layers"]
+        if first_extra <= layer < first_extra + (config.get("num_nextn_predict_layers") or 0):
+            return True
+        if match[2] and layer < first_extra and config.get("indexer_types", ["full"] * first_extra)[layer] == "shared":
+            return True
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     return name.endswith("rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in patterns)
 
@@ -200,7 +249,10 @@ def check_names(model: PreTrainedModel, layout: list[DiskTensor], given: Collect
     """ValueError with every missing and unknown name, unless `given` is exactly the file form of `model`."""
     expected = {tensor.name for tensor in layout}
     extra = set(given) - expected - set(tied_names(model))
-    report_names(sorted(expected - set(given)), [], sorted(n for n in extra if not is_ignorable(model, n)), source)
+    left_out = {name for name in extra if is_ignorable(model, name)}
+    report_names(sorted(expected - set(given)), [], sorted(extra - left_out), source)
+    if left_out:
+        logger.info("%s: %d tensors have no place in this model and are left out", source, len(left_out))
 
 
 def report_names(missing: list[str], doubled: list[str], unknown: list[str], source: str) -> None:

@@ -77,7 +77,13 @@ class FsdpSpec:
 
 @dataclass(frozen=True)
 class MegatronSpec:
-    """Megatron-Core parallel sizes and switches; `override_transformer_config` goes to TransformerConfig."""
+    """Megatron-Core parallel sizes and switches; `override_transformer_config` goes to TransformerConfig.
+
+    `mla_absorb` keeps kv_b_proj of latent attention as two weights. Indexers of sparse attention are trained on
+    their own KL loss, weighted by `indexer_loss_coeff`; 0 freezes them. `mtp` carries the layers that predict
+    further tokens, frozen. `mindspeed` holds the names that only MindSpeed knows (device npu); see
+    megatron/mindspeed_flags.py.
+    """
 
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
@@ -92,7 +98,13 @@ class MegatronSpec:
     grad_offload: bool = False
     optimizer_offload: bool = False
     make_vocab_size_divisible_by: int = 8
+    bridge: Literal["auto", "native", "megatron_bridge"] = "auto"
+    mla_absorb: bool = False
+    indexer_loss_coeff: float = 0.0
+    indexer_k_norm_eps: float = 1e-6
+    mtp: bool = False
     override_transformer_config: dict[str, Any] = field(default_factory=dict)
+    mindspeed: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ class TrainEngineSpec:
 
 @dataclass(frozen=True)
 class RolloutEngineSpec:
-    """One rollout engine replica."""
+    """One rollout engine replica. `return_routes` asks for the experts that every token of a sample went to."""
 
     name: Literal["hf", "vllm"]
     device: Literal["cpu", "cuda", "npu"]
@@ -118,4 +130,5 @@ class RolloutEngineSpec:
     dtype: str = "bfloat16"
     max_num_seqs: int = 256
     max_model_len: int | None = None
+    return_routes: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from engines import check_train_engine
 from engines.device import get_device
 from engines.spec import RolloutEngineSpec, TrainEngineSpec
 from engines.transport.shm import Address
@@ -38,6 +39,10 @@ LAYOUT = (
         for name in (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
             "use_distributed_optimizer",
             "dtype",
             "override_transformer_config",
@@ -72,6 +77,10 @@ def build(loaded: Loaded) -> Trainer:
     device = get_device(config.derived.device).kind
     eos = wiring.eos_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id)
     plan = _plan(config, prompts, eos)
+    actor = wiring.actor_spec(config, device, plan.total_steps)
+    reference = wiring.reference_spec(config, device)
+    for spec in filter(None, (actor, reference)):
+        check_train_engine(spec)
 
     if resume_from is None:
         set_aside(run_dir)
@@ -86,8 +95,6 @@ def build(loaded: Loaded) -> Trainer:
     metrics = MetricLog(run_dir, tuple(settings.logger), resume_step)
     console = Console(enabled="console" in settings.logger)
 
-    actor = wiring.actor_spec(config, device, plan.total_steps)
-    reference = wiring.reference_spec(config, device)
     with ExitStack() as undo, console.phase("starting workers", {}, "start"):
         rewards = _rewards(config)
         undo.callback(rewards.close)
@@ -256,6 +263,7 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
         score=wiring.old_log_prob_options(config),
         score_reference=wiring.reference_options(config),
         update=wiring.update_options(config),
+        routes=wiring.route_options(config),
         advantage=AdvantageOptions(
             norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
             singleton="reward" if config.actor_rollout_ref.rollout.n == 1 else "zero",

@@ -9,8 +9,10 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from engines.base import ForwardOptions, Prompt, Sample, SamplingParams
 from engines.batch import TrainBatch
@@ -30,6 +32,7 @@ from trainer.policy import Policy
 from trainer.prompts import PromptEncoder, PromptItem, PromptSource
 from trainer.reward import RewardManager, RewardResult
 from trainer.rollout import RolloutGroup
+from trainer.routing import RouteOptions, Routes, check_routes
 from trainer.step_metrics import response_metrics, step_performance
 from trainer.validation import ValRecord, sample_table, summarise, write_samples
 
@@ -38,17 +41,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scored:
-    """A sample, the prompt it answers, its text and its reward."""
+    """A sample, the prompt it answers, its text and its reward; `routable` is False where its routes must be
+    replayed and cannot."""
 
     item: PromptItem
     sample: Sample
     text: str
     result: RewardResult
+    routable: bool = True
 
     @property
     def counts(self) -> bool:
         """An answer that was aborted or could not be scored is no evidence of anything."""
-        return not self.result.failed and self.sample.finish_reason != "abort"
+        return not self.result.failed and self.sample.finish_reason != "abort" and self.routable
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Plan:
     update: ForwardOptions
     advantage: AdvantageOptions
     loss: PolicyLoss
+    routes: RouteOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -117,8 +123,9 @@ class Trainer:
         with self._phase("step", "step"):
             items = self.prompts.next_batch()  # 1 prompts
             scored = self.generate_and_score(items)  # 2 rollout, 3 reward: scoring runs while others still decode
+            scored, routes = self.take_routes(scored)
             with self._training_turn():
-                batch, metrics = self.score_log_probs(scored)
+                batch, metrics = self.score_log_probs(scored, routes)
                 metrics |= self.compute_advantages(batch, scored)  # 4 advantage
                 metrics |= self.update_policy(batch, len(items))  # 5 update
             self.global_step += 1
@@ -152,9 +159,21 @@ class Trainer:
         self._check_failed(scored)
         return scored
 
-    def score_log_probs(self, scored: list[Scored]) -> tuple[TrainBatch, Metrics]:
+    def take_routes(self, scored: list[Scored]) -> tuple[list[Scored], Routes | None]:
+        """The routes to replay, if they come from the rollout, and the samples with those marked that have none."""
+        if self.plan.routes is None:
+            return scored, None
+        routes = check_routes([each.sample for each in scored], self.plan.routes)
+        for text in routes.invalid.values():
+            log.warning("step %d: %s; on_missing=%s", self.global_step + 1, text, self.plan.routes.on_missing)
+        dropped = routes.invalid if self.plan.routes.on_missing == "drop" else {}
+        return [replace(each, routable=i not in dropped) for i, each in enumerate(scored)], routes
+
+    def score_log_probs(self, scored: list[Scored], routes: Routes | None) -> tuple[TrainBatch, Metrics]:
         """Pack the samples and add log-probs of the training engine (and the reference)."""
         batch = build_batch([each.sample for each in scored])
+        if routes is not None:
+            batch.tokens["routes"] = torch.cat(routes.rows)
         batch.tokens["response_mask"] = batch.tokens["loss_mask"].clone()
         for row, each in enumerate(scored):
             if not each.counts:
@@ -170,7 +189,7 @@ class Trainer:
             log.warning(warning)
         entropy_T = batch.tokens.pop("entropy")[batch.tokens["response_mask"].bool()]
         entropy = {"actor/entropy": Metric("mean", float(entropy_T.double().sum()), entropy_T.numel())}
-        return batch, metrics | difference | entropy
+        return batch, metrics | difference | entropy | (routes.metrics if routes is not None else {})
 
     def compute_advantages(self, batch: TrainBatch, scored: list[Scored]) -> Metrics:
         with self._phase("advantages", "adv"):

@@ -32,12 +32,15 @@ class Policy:
         self._answers = {dp_rank: rank for rank, (dp_rank, _, is_output) in enumerate(places) if is_output}
 
     def score(self, batch: TrainBatch, options: ForwardOptions, ref_options: ForwardOptions | None) -> Metrics:
-        """Adds old_log_probs, entropy (if asked) and ref_log_probs (with `ref_options`) to `batch.tokens`."""
+        """Adds old_log_probs, entropy and routes (if asked) and ref_log_probs (with `ref_options`) to
+        `batch.tokens`."""
         partitions = self._partition(batch.lengths, self.dp_size)
         scores = self._call("score", scatter(batch, partitions), options, ref_options)
         batch.tokens["old_log_probs"] = gather([each.log_probs for each in scores], partitions, batch)
         if options.entropy:
             batch.tokens["entropy"] = gather([each.entropy for each in scores], partitions, batch)
+        if options.record_routes:
+            batch.tokens["routes"] = gather([each.routes for each in scores], partitions, batch)
         if ref_options is not None:
             batch.tokens["ref_log_probs"] = gather([each.ref_log_probs for each in scores], partitions, batch)
         return balance_metrics(batch.lengths, partitions)

@@ -26,7 +26,7 @@ def response_metrics(scored: Sequence) -> Metrics:
         "response/aborted_ratio": Metric("mean", len(scored) - len(alive), len(scored)),
         "actor/samples_total": Metric("count", len(scored)),
         "actor/samples_used": Metric("count", len(valid)),
-        "reward/failed": Metric("count", len(alive) - len(valid)),
+        "reward/failed": Metric("count", sum(each.result.failed for each in alive)),
         "response_length/clip_ratio": Metric(
             "mean", sum(each.sample.finish_reason == "length" for each in scored), len(scored)
         ),

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 
 from engines.base import ForwardOptions, SamplingParams
+from engines.megatron import mindspeed_flags
+from engines.routes import RouteShape
 from engines.spec import (
     FsdpSpec,
     LrSchedule,
@@ -21,6 +23,8 @@ from engines.spec import (
     TrainEngineSpec,
 )
 from trainer.config import Config
+from trainer.config.derived import facts_of
+from trainer.routing import RouteOptions
 from trainer.workers import SyncSpec
 
 MIB = 2**20
@@ -51,7 +55,7 @@ def reference_spec(config: Config, device: str) -> TrainEngineSpec | None:
 
 def _train_engine(config: Config, role, device: str, optim: OptimSpec | None) -> TrainEngineSpec:
     section = role.megatron if config.model_engine == "megatron" else role.fsdp_config
-    backend = _megatron(section) if config.model_engine == "megatron" else _fsdp(section)
+    backend = _megatron(section, device) if config.model_engine == "megatron" else _fsdp(section)
     return TrainEngineSpec(
         engine=config.model_engine,
         device=device,
@@ -77,7 +81,11 @@ def _fsdp(node) -> FsdpSpec:
     )
 
 
-def _megatron(node) -> MegatronSpec:
+def _megatron(node, device: str) -> MegatronSpec:
+    # One namespace in the tree, as in public recipes; on npu it also holds MindSpeed's names.
+    fields, own = dict(node.override_transformer_config), {}
+    if device == "npu":
+        fields, own = mindspeed_flags.split(fields)
     return MegatronSpec(
         tensor_model_parallel_size=node.tensor_model_parallel_size,
         pipeline_model_parallel_size=node.pipeline_model_parallel_size,
@@ -91,7 +99,9 @@ def _megatron(node) -> MegatronSpec:
         param_offload=node.param_offload,
         grad_offload=node.grad_offload,
         optimizer_offload=node.optimizer_offload,
-        override_transformer_config=dict(node.override_transformer_config),
+        bridge=node.bridge,
+        override_transformer_config=fields,
+        mindspeed=own,
     )
 
 
@@ -132,6 +142,7 @@ def rollout_spec(config: Config, device: str) -> RolloutEngineSpec:
         dtype=dtype_name(rollout.dtype),
         max_num_seqs=rollout.max_num_seqs,
         max_model_len=rollout.max_model_len,
+        return_routes=rollout.enable_rollout_routing_replay,
         engine_kwargs=dict(rollout.engine_kwargs.hf),
     )
 
@@ -178,24 +189,39 @@ def update_options(config: Config) -> ForwardOptions:
     actor = config.actor_rollout_ref.actor
     return ForwardOptions(
         temperature=config.actor_rollout_ref.rollout.temperature,
-        **_split(actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
+        **_split(config, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
         entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
         entropy_grad=actor.entropy_coeff != 0,
+        replay_routes=actor.router_replay.mode != "disabled",
     )
 
 
 def old_log_prob_options(config: Config) -> ForwardOptions:
-    """The pass before the updates also measures the entropy of the policy that sampled."""
-    rollout = config.actor_rollout_ref.rollout
+    """The pass before the updates also measures the entropy of the policy that sampled, and sees the routes that
+    the updates will replay first: it records them (R2) or replays them too (R3)."""
+    rollout, replay = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.router_replay.mode
     return ForwardOptions(
         temperature=rollout.temperature,
         **_split(
+            config,
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_micro_batch_size_per_gpu,
             rollout.log_prob_max_token_len_per_gpu,
         ),
         entropy=True,
+        record_routes=replay == "R2",
+        replay_routes=replay == "R3",
     )
+
+
+def route_options(config: Config) -> RouteOptions | None:
+    """How to take routes over from the rollout; None unless they are replayed (R3). ValueError for a dense model."""
+    replay = config.actor_rollout_ref.actor.router_replay
+    if replay.mode != "R3":
+        return None
+    model = config.actor_rollout_ref.model
+    fields = json.loads((Path(model.path) / "config.json").read_text()) | dict(model.override_config)
+    return RouteOptions(RouteShape.of(fields), replay.on_missing, replay.max_invalid_ratio)
 
 
 def reference_options(config: Config) -> ForwardOptions | None:
@@ -205,13 +231,22 @@ def reference_options(config: Config) -> ForwardOptions | None:
     return ForwardOptions(
         temperature=config.actor_rollout_ref.rollout.temperature,
         **_split(
-            ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
+            config,
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_micro_batch_size_per_gpu,
+            ref.log_prob_max_token_len_per_gpu,
         ),
     )
 
 
-def _split(dynamic: bool, micro_batch_size: int | None, max_tokens: int | None) -> dict[str, int | None]:
-    return {"max_tokens": max_tokens} if dynamic else {"micro_batch_size": micro_batch_size}
+def _split(
+    config: Config, dynamic: bool, micro_batch_size: int | None, max_tokens: int | None
+) -> dict[str, int | None]:
+    """A token budget is per rank: those that share their sequences put theirs together."""
+    if not dynamic:
+        return {"micro_batch_size": micro_batch_size}
+    facts = facts_of(config)
+    return {"max_tokens": max_tokens * facts["sp"] * facts["cp"]}
 
 
 def dtype_name(name: str) -> str:

@@ -40,10 +40,12 @@ class SyncSpec:
 
 @dataclass(frozen=True)
 class Scores:
-    """Old and reference log-probs of one DP share, [T] float32 on CPU; entropy and reference when asked for."""
+    """Old and reference log-probs of one DP share, [T] float32 on CPU; entropy, routes [T, layers, K] and reference
+    when asked for."""
 
     log_probs: torch.Tensor
     entropy: torch.Tensor | None
+    routes: torch.Tensor | None
     ref_log_probs: torch.Tensor | None
 
 
@@ -97,7 +99,7 @@ class TrainWorker:
             self.reference.offload()
         if not self.engine.is_output_rank:
             return None
-        return Scores(old.log_probs, old.entropy, ref.log_probs if ref is not None else None)
+        return Scores(old.log_probs, old.entropy, old.routes, ref.log_probs if ref is not None else None)
 
     def update(
         self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int

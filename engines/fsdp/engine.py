@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -18,9 +19,11 @@ from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import build_mesh, frees_after_forward, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
 from engines.hf_model import build_on_meta, dtype_of, materialize, packed_log_probs
+from engines.hf_routing import Routing
 from engines.metric import Metrics, merge, optimizer_metrics
 from engines.microbatch import split
 from engines.rng import seed_everything
+from engines.routes import RoutePass
 from engines.spec import FsdpSpec, TrainEngineSpec
 
 
@@ -71,15 +74,18 @@ class FsdpEngine(TrainEngine):
         log_probs_T = torch.zeros(batch.num_tokens)
         entropy_T = torch.zeros(batch.num_tokens) if options.entropy else None
         targets = batch.rows(log_probs_T), batch.rows(entropy_T) if options.entropy else None
-        with torch.no_grad():
+        routing = self._routing(options)
+        with torch.no_grad(), nullcontext() if routing is None else routing.hooked():
             for rows, part in split(batch, options, dist.group.WORLD):
+                if routing is not None:
+                    routing.enter(rows, part, self.device)
                 output = self._forward(part, options)
                 for values, target in zip((output.log_probs, output.entropy), targets, strict=True):
                     if target is not None:
                         for row, value in zip(rows, part.rows(values.cpu()), strict=False):
                             target[row].copy_(value)
         reshard(self.model)
-        return PolicyOutput(log_probs_T, entropy_T)
+        return PolicyOutput(log_probs_T, entropy_T, routing.recorded(batch) if options.record_routes else None)
 
     def update(
         self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
@@ -89,17 +95,28 @@ class FsdpEngine(TrainEngine):
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         parts: list[Metrics] = []
         micro_batches = split(batch, options, dist.group.WORLD)
-        for number, (rows, part) in enumerate(micro_batches):
-            self._keep_gathered(number < len(micro_batches) - 1)
-            output = self._forward(part, options)
-            value, metrics = loss(output, part.to(self.device), denominators)
-            finite &= torch.isfinite(value.detach())
-            value.backward()
-            if rows:
-                parts.append(metrics)
+        routing = self._routing(options)
+        with nullcontext() if routing is None else routing.hooked():
+            for number, (rows, part) in enumerate(micro_batches):
+                self._keep_gathered(number < len(micro_batches) - 1)
+                if routing is not None:
+                    routing.enter(rows, part, self.device)
+                output = self._forward(part, options)
+                value, metrics = loss(output, part.to(self.device), denominators)
+                finite &= torch.isfinite(value.detach())
+                value.backward()
+                if rows:
+                    parts.append(metrics)
+        if options.replay_routes:
+            parts.append(routing.metrics())
         lr = self.spec.optim.schedule.at(step)
         norm, applied = self.optimizer.step(lr, finite)
         return merge(parts) | optimizer_metrics(norm, lr, applied, self.dp_rank)
+
+    def _routing(self, options: ForwardOptions) -> Routing | None:
+        """What controls the routers in this pass; None leaves them alone. ValueError for a dense model."""
+        routes = RoutePass.of(options)
+        return None if routes is None else Routing(routes, self.model)
 
     def _keep_gathered(self, more: bool) -> None:
         """Weights that are not dropped after forward also stay gathered between micro-batches.

@@ -29,7 +29,7 @@ def use_fused_operators(model: nn.Module, package: ModuleType) -> set[str]:
         if hasattr(package, "npu_rms_norm") and _is_rms_norm(module):
             module.forward = MethodType(_rms_norm(package), module)
             used.add("npu_rms_norm")
-        elif hasattr(package, "npu_swiglu") and _is_swiglu(module):
+        elif hasattr(package, "npu_swiglu") and model.config.hidden_act == "silu" and _is_swiglu(module):
             module.forward = MethodType(_swiglu(package), module)
             used.add("npu_swiglu")
     file = sys.modules[type(model).__module__]
@@ -45,9 +45,9 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _is_swiglu(module: nn.Module) -> bool:
-    """Gate, up, down and SiLU by name, as every SwiGLU of transformers has them; fused experts do not."""
+    """Gate, up and down by name, as every SwiGLU of transformers has them; fused experts do not."""
     parts = (vars(module)["_modules"].get(name) for name in ("gate_proj", "up_proj", "down_proj"))
-    return all(isinstance(part, nn.Linear) for part in parts) and isinstance(module.act_fn, nn.SiLU)
+    return all(isinstance(part, nn.Linear) for part in parts)
 
 
 def _rms_norm(package: ModuleType):

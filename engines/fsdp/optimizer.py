@@ -64,7 +64,7 @@ class ShardedAdamW:
             own.grad = local(sharded.grad) if sharded.grad is not None else torch.zeros_like(own)
 
     def _global_norm(self, loss_finite: Tensor) -> tuple[float, bool]:
-        """L2 norm over all ranks' rows (float32 per tensor, summed as wide as the device can), and whether all is finite."""
+        """L2 norm over all ranks' rows (float32 per tensor, then the device's widest sum), and if all is finite."""
         norms = torch._foreach_norm([p.grad for p in self._locals], dtype=torch.float32)
         squares = torch.stack(norms).double().square().sum()
         total = torch.stack([squares, (~loss_finite).to(squares)])

@@ -2,19 +2,19 @@
 
 Megatron-Core without TransformerEngine and Apex warns once per module that falls back to torch. We never use
 what is missing (layers/ holds portable ones); the other messages are about its own old calls into torch.
-Exactly these are silenced, here; everything else it says is shown.
+Exactly these are silenced, here; everything else it says is shown. No part of it is imported here: on an NPU
+MindSpeed must come first (mindspeed.py).
 """
 
 import logging
 import warnings
-
-import torch
 
 for _message in (
     r"(?s).*Apex (is|are) not installed",
     r"(?s).*dynamic_context\.py",
     r"(?s).*custom_layers\.transformer_engine",
     r".*torch\.jit\.script",
+    r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # an expert that is not cut
     r"full scope is deprecated",  # the default of a CUDA graph option we do not touch
     r".*torch\.distributed\.(reduce_scatter|all_gather_into)_tensor.* is deprecated",
     r"MimoModelConfig is experimental",  # 0.19 imports it for a class check whenever it builds an optimizer
@@ -30,16 +30,3 @@ for _name, _message in (
     )
 # Float32 shards of the distributed optimizer. Anywhere else the message would point at a mistake.
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf", module=r"megatron\.")
-
-import megatron.core  # noqa: E402
-import megatron.core.distributed  # noqa: E402
-import megatron.core.models.gpt  # noqa: E402
-import megatron.core.models.gpt.gpt_layer_specs  # noqa: E402
-import megatron.core.optimizer  # noqa: E402
-import megatron.core.pipeline_parallel  # noqa: E402, F401
-
-# Importing 0.19 puts a stricter function in the place of torch.storage._load_from_bytes. Pickled tensors name it by
-# module, so whoever receives one (the driver through Ray, a rollout process) would import Megatron to read it.
-# Under torch's own name each reader uses its own; with 0.16 these two lines change nothing.
-torch.storage._load_from_bytes.__module__ = "torch.storage"
-torch.storage._load_from_bytes.__qualname__ = "_load_from_bytes"

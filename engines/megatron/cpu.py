@@ -18,9 +18,16 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
+import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings, random
+from megatron.core.transformer.moe import token_dispatcher
+from torch import Tensor
+from torch.nn import functional
+
+from engines.megatron import imports  # noqa: F401  adapt() covers what is loaded
 
 _HOST = torch.device("cpu")
+_gather_evenly, _scatter_evenly = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 # torch functions that take `device=`; Megatron calls them with "cuda" or torch.cuda.current_device().
 _FACTORIES = (
     *("arange", "empty", "empty_like", "full", "full_like", "linspace", "ones", "ones_like"),
@@ -32,6 +39,8 @@ def adapt() -> None:
     """Apply all lasting adaptations; calling it again covers Megatron modules imported since."""
     _answer_cuda_with_host()
     _keep_random_state_on_host()
+    _count_tokens_as_numbers()
+    _exchange_unequal_shares()
     # A hint about overlapping CUDA kernels.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -55,6 +64,46 @@ def _keep_random_state_on_host() -> None:
     """
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+
+
+def _count_tokens_as_numbers() -> None:
+    """Hand the sizes of expert shares to all-to-all as numbers.
+
+    Reason: the alltoall dispatcher turns them into numpy arrays when it copies them from the device; host
+    tensors it passes on as they are, and torch refuses tensors as split sizes.
+    Place: transformer/moe/token_dispatcher.py, `_maybe_dtoh_and_synchronize`. Goes when it converts host tensors too.
+    """
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _exchange_unequal_shares() -> None:
+    """Gather and reduce-scatter rows when ranks have different numbers of them (EP and expert-TP together).
+
+    Reason: gloo's all_gather and reduce_scatter want equal shares. Place: tensor_parallel/mappings.py, called by
+    the alltoall dispatcher. Goes when gloo takes unequal ones.
+    """
+
+    def gather(rows: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return _gather_evenly(rows, group, sizes, buffer)
+        padding = [0, 0] * (rows.dim() - 1) + [0, max(sizes) - rows.shape[0]]
+        padded = functional.pad(rows, padding).contiguous()
+        shares = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(shares, padded, group=group)
+        return torch.cat([share[:size] for share, size in zip(shares, sizes, strict=True)])
+
+    def scatter(rows: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return _scatter_evenly(rows, group, sizes, buffer)
+        total = rows.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather, scatter
 
 
 @contextlib.contextmanager
@@ -94,7 +143,10 @@ class _Nothing:
     def _ignore(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    record = wait = wait_event = wait_stream = synchronize = record_event = _ignore
+    record = wait = wait_event = wait_stream = synchronize = _ignore
+
+    def record_event(self, event: _Nothing | None = None) -> _Nothing:
+        return event or _Nothing()
 
 
 class _HostCuda(ModuleType):

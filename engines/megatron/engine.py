@@ -16,16 +16,19 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from bridge import Bridge, Groups, Layout
+from bridge import Bridge, RopeRows
 from engines.base import ForwardOptions, LossFn, TrainEngine
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.device import get_device
-from engines.megatron import build, checkpoint, cpu, optimizer, parallel
+from engines.megatron import build, checkpoint, cpu, imports, optimizer, parallel  # noqa: F401
 from engines.megatron.forward import MicroBatch, PackedInput, pack, run_chunk, score
+from engines.megatron.megatron_bridge import MegatronBridge, choose_bridge
 from engines.megatron.offload import HostCopy
+from engines.megatron.routing import Routing
 from engines.metric import Metrics, merge, optimizer_metrics
 from engines.microbatch import split
 from engines.rng import seed_everything
+from engines.routes import RoutePass, RouteShape
 from engines.spec import MegatronSpec, TrainEngineSpec
 
 
@@ -53,7 +56,7 @@ class MegatronEngine(TrainEngine):
 
     def _build(self) -> None:
         """Bare chunks for names and weights, wrapped ones to run, and the optimizer if asked for."""
-        self.models = build.build_chunks(self.config, self.hf, self.backend)
+        self.models = self._build_models()
         if self.spec.optim is None:
             for model in self.models:
                 model.requires_grad_(False)
@@ -67,24 +70,29 @@ class MegatronEngine(TrainEngine):
             chunks, None, **kwargs
         )
 
-    def _build_bridge(self) -> Bridge:
-        tp, pp = self.backend.tensor_model_parallel_size, self.backend.pipeline_model_parallel_size
+    def _build_models(self) -> list[nn.Module]:
+        return build.build_chunks(self.config, self.hf, self.backend)
+
+    def _build_bridge(self) -> Bridge | MegatronBridge:
+        if choose_bridge(self.backend.bridge, self.hf) == "megatron_bridge":
+            return MegatronBridge(self.spec.model, self.models, self.spec.device)
         stages = self.backend.virtual_pipeline_model_parallel_size
-        layout = Layout(
-            tp=tp,
-            pp=pp,
-            vpp=stages or 1,
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        )
-        groups = Groups(
-            tp=parallel_state.get_tensor_model_parallel_group() if tp > 1 else None,
-            pp=parallel_state.get_pipeline_model_parallel_group() if pp > 1 else None,
-        )
+        layout = parallel.layout(self.backend)
         offsets = [
             get_transformer_layer_offset(self.config, vp_stage=stage) for stage in (range(stages) if stages else [None])
         ]
-        return Bridge(self.hf, self.models, layout=layout, groups=groups, layer_offsets=offsets)
+        return Bridge(
+            self.hf,
+            self.models,
+            layout=layout,
+            groups=parallel.groups(layout),
+            layer_offsets=offsets,
+            indexer_rows=self._indexer_rows(),
+        )
+
+    def _indexer_rows(self) -> RopeRows | None:
+        """How the layers order the rows of an indexer's heads; None: as the file does."""
+        return None
 
     @property
     def device(self) -> torch.device:
@@ -106,15 +114,17 @@ class MegatronEngine(TrainEngine):
         def collect(inputs: PackedInput, logits_1PV: Tensor, non_loss_data: bool) -> PolicyOutput:
             return score(logits_1PV, inputs, options, self.hf["vocab_size"])
 
+        routing = self._routing(micro_batches, options)
         with torch.no_grad():
-            outputs = self._run(micro_batches, lambda micro: collect, forward_only=True)
+            outputs = self._run(micro_batches, lambda micro: collect, routing, forward_only=True)
         log_probs_T = torch.zeros(batch.num_tokens)
         entropy_T = torch.zeros(batch.num_tokens) if options.entropy else None
         for micro, output in zip(micro_batches, outputs, strict=False):  # outputs exist on the last stage only
             _put_back(batch, micro, log_probs_T, output.log_probs)
             if entropy_T is not None:
                 _put_back(batch, micro, entropy_T, output.entropy)
-        return PolicyOutput(log_probs_T, entropy_T)
+        routes_TLK = routing.recorded(batch) if options.record_routes else None
+        return PolicyOutput(log_probs_T, entropy_T, routes_TLK)
 
     def update(
         self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
@@ -134,7 +144,10 @@ class MegatronEngine(TrainEngine):
                 parts.append(metrics)
             return value, torch.ones((), dtype=torch.int, device=value.device), None
 
-        self._run(micro_batches, lambda micro: partial(evaluate, micro), forward_only=False)
+        routing = self._routing(micro_batches, options)
+        self._run(micro_batches, lambda micro: partial(evaluate, micro), routing, forward_only=False)
+        if options.replay_routes:
+            parts.append(routing.metrics(self.dp_rank))
         lr = self.spec.optim.schedule.at(step)
         norm, applied = optimizer.step(self.optimizer, self.spec.optim, lr, finite)
         return merge(parts) | optimizer_metrics(norm, lr, applied, self.dp_rank)
@@ -145,34 +158,54 @@ class MegatronEngine(TrainEngine):
         parts = split(batch, options, parallel_state.get_data_parallel_group())
         if self.backend.virtual_pipeline_model_parallel_size:
             missing = -len(parts) % self.backend.pipeline_model_parallel_size
-            parts += [([], batch.select([0]).masked())] * missing
-        return [MicroBatch(rows, part) for rows, part in parts]
+            parts += [([], batch.select([0]).masked()) for _ in range(missing)]
+        return [MicroBatch(rows, part, part.tokens.pop("routes", None)) for rows, part in parts]
+
+    def _routing(self, micro_batches: list[MicroBatch], options: ForwardOptions) -> Routing | None:
+        """What controls the routers in this pass; None leaves them alone. ValueError for a dense model."""
+        routes = RoutePass.of(options)
+        if routes is None:
+            return None
+        return Routing(routes, self.models, RouteShape.of(self.hf), micro_batches, self.config.sequence_parallel)
 
     def _run(
-        self, micro_batches: list[MicroBatch], on_logits: Callable[[MicroBatch], Callable], forward_only: bool
+        self,
+        micro_batches: list[MicroBatch],
+        on_logits: Callable[[MicroBatch], Callable],
+        routing: Routing | None,
+        forward_only: bool,
     ) -> list[Any]:
         """Drive the pipeline schedule. `on_logits(micro)` gives what is called with (packed input, logits) on
         the last stage; its results come back in the order of the micro-batches, and nothing elsewhere."""
         multiple = self.backend.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
-        def forward_step(work: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Tensor, Callable]:
-            micro = next(work)
-            inputs = pack(micro.batch, multiple, self.device)
-            return run_chunk(chunk, inputs), partial(on_logits(micro), inputs)
+        def forward_step(work: Iterator[tuple[int, MicroBatch]], chunk: nn.Module) -> tuple[Tensor, Callable]:
+            number, micro = next(work)
+            inputs = self._pack(micro.batch, multiple)
+            if routing is not None:
+                routing.enter(number, inputs.cut)
+            output = run_chunk(chunk, inputs)
+            if routing is not None:
+                routing.follow(number, output)
+            return output, partial(on_logits(micro), inputs)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micro_batches) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            seq_length=max(micro.batch.num_tokens for micro in micro_batches),  # a hint; shapes are exchanged
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with contextlib.nullcontext() if routing is None else routing.hooked():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(enumerate(micro_batches)) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=max(micro.batch.num_tokens for micro in micro_batches),  # a hint; shapes are exchanged
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _pack(self, batch: TrainBatch, multiple: int) -> PackedInput:
+        return pack(batch, multiple, self.device)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.dp_rank == 0:  # the other replicas hold the same weights
+        if parallel.in_first_copy(parallel.layout(self.backend)):
             yield from self._bridge.hf_weights(source_only=True)
 
     def save(self, directory: Path) -> None:

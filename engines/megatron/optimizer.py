@@ -16,8 +16,11 @@ from engines.spec import MegatronSpec, OptimSpec
 
 
 def is_distributed(backend: MegatronSpec) -> bool:
-    """With one data-parallel rank there is nothing to shard, and the exchange would copy all weights twice."""
-    return backend.use_distributed_optimizer and parallel_state.get_data_parallel_world_size() > 1
+    """With one copy of the weights there is nothing to shard, and the exchange would copy them all twice."""
+    return (
+        backend.use_distributed_optimizer
+        and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
+    )
 
 
 def wrap(config: TransformerConfig, chunks: list[nn.Module], backend: MegatronSpec) -> list[DistributedDataParallel]:
@@ -83,7 +86,9 @@ def step(optimizer: MegatronOptimizer, optim: OptimSpec, lr: float, loss_is_fini
         return norm, False
     coefficient = optim.clip_grad / (norm + 1e-6) if optim.clip_grad > 0 else 1.0
     if coefficient < 1.0:
-        grads = [parameter.grad for parameter in optimizer.get_parameters() if parameter.grad is not None]
+        # Experts have an optimizer of their own: their gradients are reduced over other ranks.
+        parameters = (p for inner in optimizer.chained_optimizers for p in inner.get_parameters())
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(grads, coefficient)
     for group in optimizer.param_groups:
         group["lr"] = lr

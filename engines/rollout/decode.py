@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from engines.base import Prompt, Sample, SamplingParams
 from engines.batch import TrainBatch
-from engines.rollout.kv_cache import KvCache, PrefillAttend
+from engines.hf_routing import forward_recording
+from engines.rollout.kv_cache import KvCache, Layer, PrefillAttend
 from engines.rollout.sampling import random_stream, sample
 
 # Prompt tokens of one prefill pass: large enough for full matrix speed, small enough for modest memory.
@@ -26,10 +28,12 @@ _FIRST_POSITIONS = 128
 
 @dataclass
 class _Prefix:
-    """A prefilled prompt whose samples have not all started: its cache and the logits after its last token."""
+    """A prefilled prompt whose samples have not all started: its cache, the logits after its last token, and the
+    experts of its tokens [T, layers, K] if they are asked for."""
 
-    layers: list[tuple[Tensor, Tensor]]
+    layers: list[Layer]
     logits_V: Tensor
+    routes: Tensor | None
 
 
 @dataclass
@@ -41,12 +45,14 @@ class _Waiting:
 
 @dataclass
 class _Row:
-    """One sample being written; `seen_V` (bool) only with a repetition penalty."""
+    """One sample being written; `seen_V` (bool) only with a repetition penalty, `routes` (pieces of rows) only if
+    asked for."""
 
     prompt: Prompt
     index: int
     stream: np.random.Generator
     seen_V: Tensor | None
+    routes: list[Tensor]
     response: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -55,10 +61,17 @@ class Decoder:
     """One generate() call. `max_rows` samples decode at a time; `max_length` bounds prompt plus response."""
 
     def __init__(
-        self, model: nn.Module, device: torch.device, sampling: SamplingParams, max_rows: int, max_length: int
+        self,
+        model: nn.Module,
+        device: torch.device,
+        sampling: SamplingParams,
+        max_rows: int,
+        max_length: int,
+        return_routes: bool = False,
     ) -> None:
         self.model, self.device, self.sampling = model, device, sampling
         self.max_rows, self.max_length = max_rows, max_length
+        self.return_routes = return_routes
         self.rows: list[_Row] = []
         self.waiting: deque[_Waiting] = deque()
         self.cache: KvCache | None = None
@@ -91,19 +104,27 @@ class Decoder:
                 self._prefill()
             count = min(self.sampling.n - head.started, self.max_rows - len(self.rows))
             self.cache.fill(len(self.rows), count, head.prefix.layers)
-            self.rows += [self._new_row(head.prompt, head.started + i) for i in range(count)]
+            self.rows += [self._new_row(head, head.started + i) for i in range(count)]
             logits.append(head.prefix.logits_V.expand(count, -1))
             head.started += count
             if head.started == self.sampling.n:
                 self.waiting.popleft()
         return torch.cat(logits) if logits else None
 
-    def _new_row(self, prompt: Prompt, index: int) -> _Row:
-        seen_V = None
+    def _new_row(self, head: _Waiting, index: int) -> _Row:
+        prompt, seen_V = head.prompt, None
         if self.sampling.repetition_penalty != 1.0:
             seen_V = torch.zeros(self.model.config.vocab_size, dtype=torch.bool, device=self.device)
             seen_V[list(prompt.token_ids)] = True
-        return _Row(prompt, index, random_stream(self.sampling.seed, prompt.uid, index), seen_V)
+        routes = [head.prefix.routes] if self.return_routes else []
+        return _Row(prompt, index, random_stream(self.sampling.seed, prompt.uid, index), seen_V, routes)
+
+    def _forward(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the experts of the tokens [T, layers, K] if asked for."""
+        if not self.return_routes:
+            return self.model(use_cache=False, **inputs).logits, None
+        output, routes_TLK = forward_recording(self.model, use_cache=False, **inputs)
+        return output.logits, routes_TLK
 
     def _prefill(self) -> None:
         """Run the next prompts through the model, as many as can start now and fit one pass."""
@@ -116,29 +137,33 @@ class Decoder:
             group.append(item)
         batch = TrainBatch.pack([item.prompt.token_ids for item in group])
         attend = PrefillAttend(batch.cu_seqlens)
-        logits_1BV = self.model(
+        logits_1BV, routes_TLK = self._forward(
             input_ids=batch.input_ids.to(self.device).unsqueeze(0),
             position_ids=batch.position_ids.to(self.device).unsqueeze(0),
-            use_cache=False,
             attend=attend,
             logits_to_keep=(batch.cu_seqlens[1:] - 1).to(self.device),
-        ).logits
+        )
         bounds = batch.cu_seqlens.tolist()
         for b, item in enumerate(group):
             cut = slice(bounds[b], bounds[b + 1])
-            item.prefix = _Prefix([(k[cut], v[cut]) for k, v in attend.layers], logits_1BV[0, b])
+            layers = [tuple(x[cut] for x in layer) for layer in attend.layers]
+            routes = routes_TLK[cut] if routes_TLK is not None else None
+            item.prefix = _Prefix(layers, logits_1BV[0, b], routes)
 
     @torch.no_grad()
     def _decode(self) -> Tensor:
         """Feed every row its last token; returns the logits [R, V] of the next ones."""
         positions = [len(row.prompt.token_ids) + len(row.response) - 1 for row in self.rows]
         last_R1 = torch.tensor([[row.response[-1]] for row in self.rows], device=self.device)
-        return self.model(
+        logits_R1V, routes_RLK = self._forward(
             input_ids=last_R1,
             position_ids=torch.tensor(positions, device=self.device).unsqueeze(-1),
-            use_cache=False,
             attend=self.cache.at(positions),
-        ).logits[:, 0]
+        )
+        if routes_RLK is not None:
+            for row, routes_1LK in zip(self.rows, routes_RLK.split(1), strict=True):
+                row.routes.append(routes_1LK)
+        return logits_R1V[:, 0]
 
     @torch.no_grad()
     def _extend(self, first: int, logits_RV: Tensor) -> None:
@@ -160,11 +185,7 @@ class Decoder:
     def _retire(self, version: int) -> list[Sample]:
         """Take finished rows out and close the gaps with rows from the end."""
         reasons = {i: reason for i, row in enumerate(self.rows) if (reason := self._finish_reason(row))}
-        done = [
-            Sample(row.prompt.uid, row.index, row.prompt.token_ids, row.response, row.log_probs, reason, version)
-            for i, reason in reasons.items()
-            for row in [self.rows[i]]
-        ]
+        done = [_sample(self.rows[i], reason, version) for i, reason in reasons.items()]
         left = len(self.rows) - len(done)
         gaps = [i for i in reasons if i < left]
         tail = [i for i in range(left, len(self.rows)) if i not in reasons]
@@ -181,3 +202,8 @@ class Decoder:
             return "stop"
         full = len(row.prompt.token_ids) + len(row.response) >= self.max_length
         return "length" if full or len(row.response) >= self.sampling.max_new_tokens else None
+
+
+def _sample(row: _Row, reason: str, version: int) -> Sample:
+    routes = torch.cat(row.routes) if row.routes else None
+    return Sample(row.prompt.uid, row.index, row.prompt.token_ids, row.response, row.log_probs, reason, version, routes)

@@ -22,6 +22,7 @@ from engines.hf_model import (
 )
 from engines.rollout.decode import Decoder
 from engines.rollout.sampling import check_sampling
+from engines.routes import RouteShape
 from engines.spec import RolloutEngineSpec
 
 # Tokens of one scoring pass; a longer sequence goes alone.
@@ -42,6 +43,8 @@ class HfRolloutEngine(RolloutEngine):
         self.device = torch.device("cpu" if module is None else f"{spec.device}:{module.current_device()}")
         self.model = build_on_meta(spec.model, dtype_of(spec.dtype, "rollout.dtype")).eval().requires_grad_(False)
         materialize(self.model, self.device)
+        if spec.return_routes:
+            RouteShape.of(self.model.config.to_dict())  # a dense model has none: better said now than after loading
         self.max_length = spec.max_model_len or self.model.config.max_position_embeddings
         self._asleep = False
 
@@ -55,7 +58,9 @@ class HfRolloutEngine(RolloutEngine):
                 f"got prompt lengths {wrong} (by uid); expected 1..{self.max_length - 1} tokens; "
                 "raise rollout.max_model_len or filter long prompts (data.filter_overlong_prompts)"
             )
-        decoder = Decoder(self.model, self.device, sampling, self.spec.max_num_seqs, self.max_length)
+        decoder = Decoder(
+            self.model, self.device, sampling, self.spec.max_num_seqs, self.max_length, self.spec.return_routes
+        )
         return self._guarded(decoder.run(prompts, self.version))
 
     def _guarded(self, samples: Iterator[Sample]) -> Iterator[Sample]:

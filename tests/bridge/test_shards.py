@@ -41,8 +41,14 @@ LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 EXPERTS = [family for family in CONFIGS if family not in ("llama", "qwen2", "qwen3")]
 
 
-def plan(config: dict, form: Form = Form(vocab_multiple=8), dtype=torch.bfloat16, layers=None, **sizes) -> OfflineModel:
-    layout = Layout(**sizes)
+def plan(
+    config: dict,
+    form: Form | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: list[int] | None = None,
+    **sizes,
+) -> OfflineModel:
+    form, layout = form or Form(vocab_multiple=8), Layout(**sizes)
     stages = stage_layers(config["num_hidden_layers"], layout.pp, layout.vpp, layers)
     return OfflineModel.make(config, form, layout, stages, dtype)
 

@@ -108,9 +108,10 @@ def test_options_megatron_would_ignore_are_refused(tmp_path, changes, message):
 @pytest.mark.parametrize(
     "backend, message",
     [
-        (MegatronSpec(tensor_model_parallel_size=3), "num_attention_heads=4 with TP 3"),
+        (MegatronSpec(tensor_model_parallel_size=3), "num_attention_heads=4 with tensor_model_parallel_size=3"),
         (MegatronSpec(pipeline_model_parallel_size=2), "num_layers_in_first_pipeline_stage"),
         (MegatronSpec(dtype="float16"), "got dtype 'float16'"),
+        (MegatronSpec(expert_model_parallel_size=2), "for llama, which has no experts"),
     ],
 )
 def test_impossible_splits_name_the_setting(tmp_path, backend, message):
@@ -135,7 +136,9 @@ def test_frequencies_equal_transformers(rope):
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn'"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear'"),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "expected one value"),
+        ({"rope_theta": 1e4, "rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 4.0}}, "got factor=2.0"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"rope_type": "default"}}, "without rope_theta"),
     ],
 )
 def test_other_rotary_embeddings_are_refused(hf, message):

@@ -12,7 +12,7 @@ from engines.batch import TrainBatch
 from engines.megatron.forward import pack, run_chunk
 from engines.spec import MegatronSpec, ModelSpec, TrainEngineSpec
 from tests.ranks import run_ranks
-from tests.tiny import write_tiny_model
+from tests.tiny import MOE_KINDS, write_tiny_model
 
 SEQUENCES = [[5, 6, 7, 8, 9, 129, 12], [0, 100, 129, 4], list(range(20, 39))]
 VOCAB = 130  # divisible neither by 8 nor by 16: padded to 136 columns on one rank, 144 on two
@@ -38,7 +38,7 @@ def _logits(rank: int, world: int, folders: list[str]) -> list[torch.Tensor]:
 @pytest.mark.gloo
 @pytest.mark.parametrize("ranks,columns", [(1, 136), (2, 144)])
 def test_logits_equal_transformers(tmp_path: Path, ranks: int, columns: int):
-    kinds = ("llama", "llama_tied", "qwen2", "qwen3")
+    kinds = ("llama", "llama_tied", "qwen2", "qwen3", *MOE_KINDS)
     folders = [str(write_tiny_model(tmp_path / kind, kind)) for kind in kinds]
     for kind, folder, logits_TV in zip(kinds, folders, run_ranks(_logits, ranks, folders)[0], strict=True):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")

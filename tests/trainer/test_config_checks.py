@@ -4,10 +4,14 @@ import importlib.metadata
 
 import pytest
 
+from engines.routes import RouteShape
 from tests.trainer.config_bench import ACTOR, REF, ROLLOUT, command, errors, load
+from trainer import wiring
 from trainer.config import load_config
 
 TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipeline_model_parallel_size"
+CP = f"{ACTOR}.megatron.context_parallel_size"
+EP, ETP = f"{ACTOR}.megatron.expert_model_parallel_size", f"{ACTOR}.megatron.expert_tensor_parallel_size"
 MEGATRON = "model_engine=megatron"
 
 
@@ -29,11 +33,12 @@ def test_expert_layout_word_for_word(tmp_path):
         "trainer.n_gpus_per_node=8",
         f"{TP}=4",
         f"{PP}=2",
-        f"{ACTOR}.megatron.expert_model_parallel_size=2",
+        f"{EP}=2",
+        f"{ETP}=4",
     )
     assert errors(tmp_path, *more)["par.expert"] == (
         "ConfigError[par.expert] actor_rollout_ref.actor.megatron.expert_model_parallel_size\n"
-        "  got:      world 8 = 1 x 8; etp 4 (null, so tp) x ep 2 x pp 2 = 16\n"
+        "  got:      world 8 = 1 x 8; etp 4 x ep 2 x pp 2 = 16\n"
         "  expected: etp x ep x pp divides world\n"
         "  do this:  actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"
     )
@@ -55,17 +60,63 @@ def test_route_replay_without_routes_word_for_word(tmp_path, monkeypatch):
     ) in str(caught.value)
 
 
-def test_route_replay_switches_the_rollout_on_when_nothing_was_said(tmp_path, monkeypatch):
-    found = errors(tmp_path, f"{ACTOR}.router_replay.mode=R3")
-    assert set(found) == {"not.built"}  # R3 itself; no complaint about the flag
-    assert "replay.r2" in errors(
-        tmp_path, f"{ACTOR}.router_replay.mode=R2", f"{ROLLOUT}.enable_rollout_routing_replay=True"
-    )
-    assert "replay.idle" in errors(tmp_path, f"{ROLLOUT}.enable_rollout_routing_replay=True")
+REPLAY, RETURN = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+
+
+def test_route_replay_switches_the_rollout_on_when_nothing_was_said(tmp_path):
+    config = load(tmp_path, f"{REPLAY}=R3", **EXPERTS).config
+    assert wiring.rollout_spec(config, "cpu").return_routes
+    score, update = wiring.old_log_prob_options(config), wiring.update_options(config)
+    assert (score.record_routes, score.replay_routes, update.replay_routes) == (False, True, True)
+    options = wiring.route_options(config)
+    assert options.shape == RouteShape(layers=4, moe_layers=(0, 1, 2, 3), experts=8, topk=2)
+    assert (options.on_missing, options.max_invalid_ratio) == ("drop", 0.05)
+
+
+def test_recorded_routes_are_replayed_by_the_updates_alone(tmp_path):
+    alias = f"{ACTOR}.megatron.router_replay.mode=R2"
+    for argv in ([f"{REPLAY}=R2", f"{ACTOR}.use_kl_loss=True"], [MEGATRON, alias, f"{ACTOR}.use_kl_loss=True"]):
+        config = load(tmp_path, *argv, **EXPERTS).config
+        score, update = wiring.old_log_prob_options(config), wiring.update_options(config)
+        assert (score.record_routes, score.replay_routes) == (True, False)
+        assert (update.record_routes, update.replay_routes) == (False, True)
+        reference = wiring.reference_options(config)
+        assert not reference.record_routes and not reference.replay_routes
+        assert not wiring.rollout_spec(config, "cpu").return_routes and wiring.route_options(config) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "id", "got"),
+    [
+        ([f"{REPLAY}=R2", f"{RETURN}=True"], "replay.r2", "enable_rollout_routing_replay=True"),
+        ([f"{REPLAY}=R2", "algorithm.rollout_correction.bypass_mode=True"], "replay.r2", "bypass_mode=True"),
+        ([f"{RETURN}=True"], "replay.idle", "mode=disabled"),
+        ([f"{REPLAY}=R3", f"{RETURN}=False"], "replay.r3", "rollout.name=hf"),
+        ([f"{REPLAY}=R3", f"{ACTOR}.router_replay.max_invalid_ratio=-1"], "value.range", "max_invalid_ratio=-1"),
+    ],
+)
+def test_route_replay_that_cannot_work(tmp_path, arguments, id, got):
+    assert got in errors(tmp_path, *arguments, **EXPERTS)[id]
+
+
+@pytest.mark.parametrize("argument", [f"{REPLAY}=R2", f"{REPLAY}=R3", f"{RETURN}=True"])
+def test_a_dense_model_has_no_routes_to_replay(tmp_path, argument):
+    assert "Qwen2ForCausalLM without experts" in errors(tmp_path, argument)["replay.dense"]
+
+
+def test_a_rollout_too_old_to_return_routes(tmp_path, monkeypatch):
+    versions = {"vllm": "0.21.3"}
+    monkeypatch.setattr("trainer.config.checks_rollout.version", versions.__getitem__)
+    argv = [f"{ROLLOUT}.name=vllm", f"{REPLAY}=R3"]
+    assert "vllm 0.22 or newer" in errors(tmp_path, *argv, **EXPERTS)["replay.r3"]
+    versions["vllm"] = "0.22.0"
+    assert "replay.r3" not in errors(tmp_path, *argv, **EXPERTS)  # vllm itself is not built here
 
 
 STATIC = (f"{ACTOR}.use_dynamic_bsz=False", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1")
 GPUS_2 = "trainer.n_gpus_per_node=2"
+GPUS_4 = "trainer.n_gpus_per_node=4"
 GPUS_8 = "trainer.n_gpus_per_node=8"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
@@ -110,6 +161,15 @@ BROKEN = [
         f"{REF}.log_prob_max_token_len_per_gpu=1024",
     ),
     (
+        "batch.tokens",
+        [
+            *(MEGATRON, GPUS_2, f"{CP}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=500"),
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu=512",
+        ],
+        "500 x cp 2 = 1000 tokens",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=512",
+    ),
+    (
         "batch.dyn_same",
         [f"{ROLLOUT}.log_prob_use_dynamic_bsz=False", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1"],
         "actor.use_dynamic_bsz=True, rollout.log_prob_use_dynamic_bsz=False",
@@ -117,6 +177,7 @@ BROKEN = [
     ),
     ("par.dense", [MEGATRON, GPUS_8, f"{TP}=3"], "world 8 = 1 node x 8; tp 3 x pp 1 x cp 1", f"{TP}=2"),
     ("par.dense", [MEGATRON, f"{TP}=2"], "tp x pp x cp = 2", f"{TP}=1"),
+    ("par.dense", [MEGATRON, GPUS_2, f"{CP}=3"], "tp 1 x pp 1 x cp 3", f"{TP}=1 {PP}=1 {CP}=1"),
     ("par.layers", [MEGATRON, GPUS_8, f"{PP}=8"], "4 layers; pp 8", f"{PP}=4"),
     (
         "par.layers",
@@ -245,10 +306,21 @@ def test_the_suggested_mini_batch_mends_the_error(tmp_path):
     load(tmp_path, *more, fix)
 
 
+def test_context_parallel_ranks_share_sequences_and_token_budget(tmp_path):
+    more = (GPUS_4, f"{CP}=2", f"{ACTOR}.ppo_max_token_len_per_gpu=512", f"{ACTOR}.use_kl_loss=True")
+    config = load(tmp_path, MEGATRON, *more).config
+    assert (config.derived.dp, config.derived.train_tokens_per_micro_batch) == (2, 1024)
+    assert config.actor_rollout_ref.ref.megatron.context_parallel_size == 2
+    options = [wiring.update_options(config), wiring.old_log_prob_options(config), wiring.reference_options(config)]
+    assert [each.max_tokens for each in options] == [1024, 1024, 1024]
+    assert wiring.actor_spec(config, "cpu", total_steps=1).backend.context_parallel_size == 2
+    assert "par.colocated" in errors(tmp_path, MEGATRON, *more, f"{REF}.megatron.context_parallel_size=1")
+
+
 def test_the_architecture_must_be_known(tmp_path):
     text = errors(tmp_path, architectures=["MixtralForCausalLM"])["model.arch"]
     assert "MixtralForCausalLM" in text
-    assert "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM" in text
+    assert "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, " in text
 
 
 def test_a_hub_id_is_not_looked_up(tmp_path):

@@ -130,7 +130,6 @@ def test_the_tree_is_frozen_and_pickles(tmp_path):
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is"),
         (f"{ACTOR}.policy_loss.loss_mode=kl_cov", f"{ACTOR}.policy_loss.loss_mode"),
         ("trainer.logger=[console,wandb]", "trainer.logger"),
-        ("trainer.device=npu", "trainer.device"),
         ("data.gen_batch_size=16", "data.gen_batch_size"),
         ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank"),
         ("actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable"),

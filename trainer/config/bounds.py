@@ -31,7 +31,7 @@ POSITIVE = (
 NOT_NEGATIVE = (
     "actor_rollout_ref.rollout.{nnodes,val_kwargs.temperature}",
     "actor_rollout_ref.actor.optim.{lr,weight_decay,clip_grad,lr_warmup_steps_ratio}",
-    "actor_rollout_ref.actor.{kl_loss_coef}",
+    "actor_rollout_ref.actor.{kl_loss_coef,router_replay.max_invalid_ratio}",
     "trainer.log_val_generations",
 )
 TOP_K = ("actor_rollout_ref.rollout.{top_k,val_kwargs.top_k}",)

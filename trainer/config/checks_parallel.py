@@ -26,12 +26,13 @@ def dense(view: Inspection) -> None:
         return
     world = facts["world"]
     tp = max(size for size in divisors(world) if size <= facts["tp"])
+    whole = f" {MEGATRON}.context_parallel_size=1" if facts["cp"] > 1 else ""
     view.error(
         "par.dense",
         f"{MEGATRON}.tensor_model_parallel_size",
         f"{view.layout}; tp x pp x cp = {facts['model_parallel']}",
         "world divisible by tp x pp x cp",
-        f"{MEGATRON}.tensor_model_parallel_size={tp} {MEGATRON}.pipeline_model_parallel_size=1   "
+        f"{MEGATRON}.tensor_model_parallel_size={tp} {MEGATRON}.pipeline_model_parallel_size=1{whole}   "
         f"(factors of {world}: {', '.join(map(str, divisors(world)))})",
     )
 
@@ -41,25 +42,40 @@ def expert(view: Inspection) -> None:
     facts = view.facts
     if facts["ep"] == 1 and not (view.model and view.model.experts):
         return
-    etp = facts["tp"] if facts["etp"] is None else facts["etp"]
-    product, world = etp * facts["ep"] * facts["pp"], facts["world"]
-    if world % product == 0:
-        return
-    shown = f"etp {etp} (null, so tp)" if facts["etp"] is None else f"etp {etp}"
-    with_one = facts["ep"] * facts["pp"]
-    if etp != 1 and world % with_one == 0:
-        fix = f"{MEGATRON}.expert_tensor_parallel_size=1"
-    else:
-        nodes = next(count for count in range(1, product + 1) if count * facts["per_node"] % product == 0)
-        fix = f"trainer.nnodes={nodes}   (or change ep, pp)"
-    view.error(
-        "par.expert",
-        f"{MEGATRON}.expert_model_parallel_size",
-        f"world {world} = {facts['nnodes']} x {facts['per_node']}; "
-        f"{shown} x ep {facts['ep']} x pp {facts['pp']} = {product}",
-        "etp x ep x pp divides world",
-        fix,
-    )
+    ep, etp, pp, world = facts["ep"], facts["etp"], facts["pp"], facts["world"]
+    product = etp * ep * pp
+    if world % product:
+        if etp != 1 and world % (ep * pp) == 0:
+            fix = f"{MEGATRON}.expert_tensor_parallel_size=1"
+        else:
+            nodes = next(count for count in range(1, product + 1) if count * facts["per_node"] % product == 0)
+            fix = f"trainer.nnodes={nodes}   (or change ep, pp)"
+        view.error(
+            "par.expert",
+            f"{MEGATRON}.expert_model_parallel_size",
+            f"world {world} = {facts['nnodes']} x {facts['per_node']}; etp {etp} x ep {ep} x pp {pp} = {product}",
+            "etp x ep x pp divides world",
+            fix,
+        )
+    if view.model:
+        expert_sizes(view)
+
+
+def expert_sizes(view: Inspection) -> None:
+    experts, ffn = view.model.experts, view.model.expert_ffn
+    for name, size, count, what in (
+        ("expert_model_parallel_size", view.facts["ep"], experts, f"{experts} experts"),
+        ("expert_tensor_parallel_size", view.facts["etp"], ffn, f"experts of size {ffn}"),
+    ):
+        if size > 1 and (not count or count % size):
+            legal = divisors(count) if count else [1]
+            view.error(
+                "par.experts",
+                f"{MEGATRON}.{name}",
+                f"{name}={size}; {what if experts else 'a model without experts'}",
+                "experts divisible by ep, their intermediate size by etp",
+                f"{MEGATRON}.{name}={nearest(size, legal)}",
+            )
 
 
 def layers(view: Inspection) -> None:

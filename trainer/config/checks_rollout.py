@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from trainer.config.inspection import ACTOR, ROLLOUT, Inspection, divisors, nearest
+
+ROUTE_RETURN = f"{ROLLOUT}.enable_rollout_routing_replay"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+ROUTES_SINCE = (0, 22)
 
 
 def check(view: Inspection) -> None:
@@ -200,24 +205,33 @@ def lengths(view: Inspection) -> None:
 
 def replay(view: Inspection) -> None:
     """Routes that are replayed must have been recorded."""
-    mode, flag = view.actor.router_replay.mode, f"{ROLLOUT}.enable_rollout_routing_replay"
+    key, mode, flag = f"{ACTOR}.router_replay.mode", view.actor.router_replay.mode, ROUTE_RETURN
     recording = view.rollout.enable_rollout_routing_replay
-    if mode == "R3" and not recording:
+    if (mode != "disabled" or recording) and view.model is not None and view.model.experts == 0:
         view.error(
-            "replay.r3",
-            f"{ACTOR}.router_replay.mode",
-            f"mode=R3, rollout.enable_rollout_routing_replay=False{view.where(flag)}, "
-            f"{rollout_version(view.rollout.name)}",
-            "the rollout returns the routes that R3 replays",
-            f"{flag}=True   (or mode=R2)",
+            "replay.dense",
+            key if mode != "disabled" else flag,
+            f"mode={mode}, enable_rollout_routing_replay={recording}, {view.model.architecture} without experts",
+            "a mixture of experts: a dense model has no routes",
+            f"{key}=disabled {flag}=False",
         )
+    if mode == "R3":
+        replay_of_the_rollout(view, recording)
     if mode == "R2" and recording:
         view.error(
             "replay.r2",
-            f"{ACTOR}.router_replay.mode",
+            key,
             f"mode=R2, rollout.enable_rollout_routing_replay=True{view.where(flag)}",
             "R2 replays the routes of the log-prob pass, not of the rollout",
             f"{flag}=False",
+        )
+    if mode == "R2" and view.config.algorithm.rollout_correction.bypass_mode:
+        view.error(
+            "replay.r2",
+            key,
+            f"mode=R2, {BYPASS}=True{view.where(BYPASS)}",
+            "the log-prob pass, which records the routes; bypass_mode leaves it out",
+            f"{BYPASS}=False   (or mode=R3)",
         )
     if mode == "disabled" and recording and view.rollout.moe_load_balance_metrics_interval == 0:
         view.error(
@@ -227,6 +241,32 @@ def replay(view: Inspection) -> None:
             "a reader of the routes",
             f"{ROLLOUT}.moe_load_balance_metrics_interval=1   (or {flag}=False)",
         )
+
+
+def replay_of_the_rollout(view: Inspection, recording: bool) -> None:
+    key, running = f"{ACTOR}.router_replay.mode", rollout_version(view.rollout.name)
+    if not recording:
+        view.error(
+            "replay.r3",
+            key,
+            f"mode=R3, rollout.enable_rollout_routing_replay=False{view.where(ROUTE_RETURN)}, {running}",
+            "the rollout returns the routes that R3 replays",
+            f"{ROUTE_RETURN}=True   (or mode=R2)",
+        )
+    elif view.rollout.name == "vllm" and too_old_for_routes(running):
+        view.error(
+            "replay.r3",
+            key,
+            f"mode=R3, {running}",
+            f"a rollout that returns routes: vllm {'.'.join(map(str, ROUTES_SINCE))} or newer",
+            f"{key}=R2   (or upgrade vllm)",
+        )
+
+
+def too_old_for_routes(running: str) -> bool:
+    """Of a text like `rollout.name=vllm 0.22.1`; an absent package is no old one and ends the run elsewhere."""
+    found = re.search(r"vllm (\d+)\.(\d+)", running)
+    return found is not None and (int(found[1]), int(found[2])) < ROUTES_SINCE
 
 
 def rollout_version(name: str) -> str:

@@ -52,7 +52,8 @@ def facts_of(config: Any) -> dict[str, Any]:
             "pp": sizes.pipeline_model_parallel_size,
             "cp": sizes.context_parallel_size,
             "ep": sizes.expert_model_parallel_size,
-            "etp": sizes.expert_tensor_parallel_size,
+            # Megatron-Core's own default would be tp; one rank per expert needs no split of small matrices.
+            "etp": sizes.expert_tensor_parallel_size or 1,
             "vpp": sizes.virtual_pipeline_model_parallel_size,
             "sp": 1,
         }

@@ -55,7 +55,7 @@ MEGATRON_1 = (
     "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron"
     ".{expert_tensor_parallel_size,virtual_pipeline_model_parallel_size,sequence_parallel,use_distributed_optimizer}",
     "{actor_rollout_ref.actor,actor_rollout_ref.ref,critic}.megatron"
-    ".{param_offload,grad_offload,optimizer_offload,use_mbridge,dtype,seed,override_transformer_config}",
+    ".{param_offload,grad_offload,optimizer_offload,use_mbridge,bridge,dtype,seed,override_transformer_config}",
 )
 OPTIM_1 = (
     "{actor_rollout_ref.actor,critic}.optim"

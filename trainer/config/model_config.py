@@ -8,32 +8,34 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.errors import ConfigError
+from trainer.config.model_size import expert_count, needed_sizes, parameters
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "GlmMoeDsaForCausalLM",
+)
 KEY = "actor_rollout_ref.model.path"
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of the model; `experts` 0 is a dense model, `max_positions` None is unlimited."""
+    """Sizes of the model; `experts` 0 is a dense model, `max_positions` None is unlimited. `parameters` counts
+    matrices. Latent attention has as many key-value heads as heads."""
 
     architecture: str
     layers: int
-    hidden: int
     heads: int
     kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    tied: bool
     experts: int
+    expert_ffn: int | None
+    parameters: int
     max_positions: int | None
-
-    @property
-    def parameters(self) -> int:
-        """Matrices of a dense decoder (norms and biases left out)."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.ffn) + self.vocab * self.hidden * (2 - self.tied)
 
 
 def is_local(path: str) -> bool:
@@ -64,23 +66,20 @@ def _facts(content: dict[str, Any], file: Path) -> tuple[ModelFacts | None, Conf
         got = f"{names[0]} ({file})"
         expected = f"one of {', '.join(SUPPORTED_ARCHITECTURES)}"
         return None, ConfigError("model.arch", KEY, got, expected, f"{KEY}=A_MODEL_OF_THESE")
-    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    needed = needed_sizes(content)
     missing = [name for name in needed if name not in content]
     if missing:
         got = f"{file} without {', '.join(missing)}"
         return None, ConfigError("model.path", KEY, got, f"all of {', '.join(needed)}", "download the model again")
-    heads, hidden = content["num_attention_heads"], content["hidden_size"]
+    heads, experts = content["num_attention_heads"], expert_count(content)
     facts = ModelFacts(
         architecture=names[0],
         layers=content["num_hidden_layers"],
-        hidden=hidden,
         heads=heads,
-        kv_heads=content.get("num_key_value_heads") or heads,
-        head_dim=content.get("head_dim") or hidden // heads,
-        ffn=content["intermediate_size"],
-        vocab=content["vocab_size"],
-        tied=bool(content.get("tie_word_embeddings", False)),
-        experts=content.get("num_experts") or content.get("num_local_experts") or content.get("n_routed_experts") or 0,
+        kv_heads=heads if "kv_lora_rank" in content else content.get("num_key_value_heads") or heads,
+        experts=experts,
+        expert_ffn=content["moe_intermediate_size"] if experts else None,
+        parameters=parameters(content),
         max_positions=content.get("max_position_embeddings"),
     )
     return facts, None

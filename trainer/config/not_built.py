@@ -27,15 +27,13 @@ NOT_BUILT = (
     "data.{length_bucket,bucket_prompts}",
     f"{ACTOR}.policy_loss.{{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef}}",
     f"{ACTOR}.{{calculate_sum_pi_squared,length_loss,reuse_old_log_probs}}",
-    f"{ACTOR}.router_replay",
+    f"{ACTOR}.router_replay.{{record_file,replay_file}}",
     f"{ACTOR}.checkpoint.load_contents",
     f"{FSDP}.{{ulysses_sequence_parallel_size,full_determinism}}",
-    f"{MEGATRON}.{{expert_model_parallel_size,context_parallel_size,expert_tensor_parallel_size}}",
-    f"{MEGATRON}.virtual_pipeline_model_parallel_size",
     f"{ACTOR}.optim.{{zero_indexed_step,optimizer_impl,override_optimizer_config}}",
     f"{ACTOR}.optim.{{weight_decay_incr_style,lr_wsd_decay_style,lr_wsd_decay_steps}}",
     f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,cudagraph_capture_sizes}}",
-    f"{ROLLOUT}.{{enable_rollout_routing_replay,moe_load_balance_metrics_interval,engine_kwargs}}",
+    f"{ROLLOUT}.{{moe_load_balance_metrics_interval,engine_kwargs}}",
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
     f"{ROLLOUT}.do_sample",
     "reward.reward_manager.{source,module}",
@@ -68,7 +66,6 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     f"{ACTOR}.megatron.dtype": ("bfloat16", "float32"),
     f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
     "reward.reward_manager.name": ("naive", "dapo"),
-    "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.v1.trainer_mode": ("sync",),
 } | {
     f"actor_rollout_ref.{role}.fsdp_config.{leaf}": values
@@ -87,7 +84,6 @@ BUILT_DOMAINS = ("math_rule",)
 FIX = {
     "algorithm.adv_estimator": "algorithm.adv_estimator=grpo",
     f"{ROLLOUT}.name": f"{ROLLOUT}.name=hf",
-    "trainer.device": "trainer.device=auto",
 }
 WHY = {"gae": "not built yet: critic; use algorithm.adv_estimator=grpo"}
 # Speed and memory settings of vLLM: harmless, and without effect, under another rollout.

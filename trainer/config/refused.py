@@ -26,7 +26,7 @@ IGNORED = {
     ENGINE_SECTIONS + ".{strategy,forward_prefetch,use_orig_params}": "belongs to FSDP1; FSDP2 is used",
     "{actor_rollout_ref.ref,critic}.megatron.router_replay": "reference and critic never replay routes",
     "actor_rollout_ref.ref.router_replay": "the reference never replays routes",
-    MEGATRON_SECTIONS + ".vanilla_mbridge": "there is one bridge",
+    MEGATRON_SECTIONS + ".vanilla_mbridge": "megatron.bridge chooses the weight bridge",
     "{actor_rollout_ref.actor,critic}.optim.use_checkpoint_opt_param_scheduler": "a resume goes on in the schedule",
     "critic.{forward_max_token_len_per_gpu,forward_micro_batch_size_per_gpu}": "nothing reads it",
     "critic.forward_micro_batch_size": "nothing reads it",

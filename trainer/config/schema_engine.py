@@ -58,14 +58,15 @@ class MegatronEngine:
     pipeline_model_parallel_size: int = 1  # pp: stages
     expert_model_parallel_size: int = 1  # ep: ranks that share the experts
     context_parallel_size: int = 1  # cp: ranks per sequence
-    expert_tensor_parallel_size: int | None = None  # etp: ranks per expert; null = tp
+    expert_tensor_parallel_size: int | None = None  # etp: ranks per expert; null = 1 (Megatron: tp)
     virtual_pipeline_model_parallel_size: int | None = None  # vpp: model chunks per stage
     sequence_parallel: bool = True  # shard activations over tp
     use_distributed_optimizer: bool = True  # shard optimizer state over dp
     param_offload: bool = False  # parameters to host memory between phases
     grad_offload: bool = False  # gradients to host memory between phases
     optimizer_offload: bool = False  # optimizer state to host memory between phases
-    use_mbridge: bool = True  # the weight bridge is the only way in
+    use_mbridge: bool = True  # a weight bridge is the only way in
+    bridge: Literal["auto", "native", "megatron_bridge"] = "auto"  # auto: ours, or the package for other families
     dtype: Dtype = "bfloat16"  # compute
     seed: int | None = None  # engine random numbers; null = trainer.seed
     override_transformer_config: dict[str, Any] = field(default_factory=_transformer_defaults)  # TransformerConfig
