@@ -18,7 +18,7 @@ def stage_layers(depth: int, pp: int, vpp: int = 1, sizes: list[int] | None = No
         if depth % (pp * vpp):
             raise ValueError(
                 f"got {depth} layers for {pp} pipeline stages of {vpp} chunks; expected a multiple, or the layers of "
-                f"each stage, such as {','.join(map(str, balanced(depth, pp)))}; set the layers of each stage"
+                f"each chunk, such as {','.join(map(str, balanced(depth, pp * vpp)))}; set them (--layers)"
             )
         sizes = [depth // pp] * pp
     if len(sizes) == pp and all(size % vpp == 0 for size in sizes):
@@ -33,9 +33,9 @@ def stage_layers(depth: int, pp: int, vpp: int = 1, sizes: list[int] | None = No
     return [chunks[stage::pp] for stage in range(pp)]
 
 
-def balanced(depth: int, pp: int) -> list[int]:
+def balanced(depth: int, chunks: int) -> list[int]:
     """Sizes that differ by at most one, the larger first."""
-    return [depth // pp + (stage < depth % pp) for stage in range(pp)]
+    return [depth // chunks + (chunk < depth % chunks) for chunk in range(chunks)]
 
 
 def check_indexer_starts(stages: Stages, full: list[int]) -> None:
@@ -43,20 +43,21 @@ def check_indexer_starts(stages: Stages, full: list[int]) -> None:
     selections do not travel between stages."""
     bad = [chunk[0] for chunks in stages for chunk in chunks if len(chunk) and chunk[0] not in full]
     if bad:
-        sizes = legal_sizes(sum(len(chunk) for chunks in stages for chunk in chunks), len(stages), full)
+        every = [chunk for chunks in stages for chunk in chunks]
+        sizes = legal_sizes(sum(map(len, every)), len(every), full)
         raise ValueError(
             f"got pipeline stages that start on layers {bad}, which share the indexer of an earlier layer; expected "
             f"each to start on a layer with its own ({', '.join(map(str, full[:12]))}, ...); set the layers of each "
-            f"stage{', such as ' + ','.join(map(str, sizes)) if sizes else ''}"
+            f"chunk (--layers){', such as ' + ','.join(map(str, sizes)) if sizes else ''}"
         )
 
 
-def legal_sizes(depth: int, pp: int, full: list[int]) -> list[int]:
-    """Stage sizes near the even ones whose starts are all in `full`; empty if there are none."""
+def legal_sizes(depth: int, chunks: int, full: list[int]) -> list[int]:
+    """Chunk sizes near the even ones whose starts are all in `full`; empty if there are none."""
     starts = [0]
-    for stage in range(1, pp):
+    for chunk in range(1, chunks):
         open_starts = [layer for layer in full if layer > starts[-1]]
         if not open_starts:
             return []
-        starts.append(min(open_starts, key=lambda layer: abs(layer - stage * depth / pp)))
+        starts.append(min(open_starts, key=lambda layer: abs(layer - chunk * depth / chunks)))
     return [end - start for start, end in zip(starts, [*starts[1:], depth], strict=True)]

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from bridge.layout import Layout
-from bridge.models import Config, family_rules, full_indexer_layers, has_indexer
+from bridge.models import Config, family_rules, full_indexer_layers, has_indexer, mtp_pattern
 from bridge.models.mla import KV_SPLIT, KV_WHOLE
 from bridge.models.mtp import INNER
 from bridge.models.rows import FUSED_NORM, OWN_NORM
@@ -74,17 +74,14 @@ def predict(config: Config, form: Form, layout: Layout, layers: Stages, dtype: t
 
     ValueError listing every tensor that cannot be cut as the layout asks, and the setting to change.
     """
-    if form.absorb and form.fused_norms:
-        raise ValueError(
-            "got absorbed attention with fused norms; expected one of them; absorbed models have own norms"
-        )
+    _check_form(config, form)
     if has_indexer(config):
         check_indexer_starts(layers, full_indexer_layers(config))
     rules = [rule for rule in family_rules(config, form.target(layout.ep)) if form.has(rule)]
     last = (layout.pp - 1, layout.vpp - 1)
     homes = {layer: (s, v) for s, chunks in enumerate(layers) for v, chunk in enumerate(chunks) for layer in chunk}
     found: dict[tuple[int, int], list[Live]] = {(s, v): [] for s in range(layout.pp) for v in range(layout.vpp)}
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}  # one line a rule: its layers and experts fail alike
     for rule in rules:
         if rule.copy and layout.pp == 1:
             continue  # the embedding itself is the head
@@ -94,8 +91,27 @@ def predict(config: Config, form: Form, layout: Layout, layers: Stages, dtype: t
             for home in _homes(rule, place, homes, last, form.mtp):
                 number = place.layer - (rule.shift or layers[home[0]][home[1]].start)
                 found[home].append(Live(rule.live_name(place, number), shape, dtype_here))
-    raise_all(problems, "the layout does not divide the model", "sizes that divide", "change the settings named")
+    listed = [first + (f" (and {len(more)} like it)" if more else "") for first, *more in problems.values()]
+    raise_all(listed, "the layout does not divide the model", "sizes that divide", "change the settings named")
     return [[Chunk(layers[s][v].start, found[s, v]) for v in range(layout.vpp)] for s in range(layout.pp)]
+
+
+def _check_form(config: Config, form: Form) -> None:
+    """ValueError for a spelling this model cannot have."""
+    if form.absorb and form.fused_norms:
+        raise ValueError(
+            "got absorbed attention with fused norms; expected one of them, as absorbed models have own norms"
+        )
+    if form.absorb and "kv_lora_rank" not in config:
+        raise ValueError(
+            f"got absorbed attention for a {config['model_type']}; expected a model with latent attention (MLA); "
+            "leave it out (--absorb)"
+        )
+    if form.mtp and mtp_pattern(config) is None:
+        raise ValueError(
+            "got extra prediction (MTP) layers for a model whose num_nextn_predict_layers is 0 or absent; expected "
+            "one or more; leave them out (--mtp)"
+        )
 
 
 def _homes(
@@ -109,7 +125,7 @@ def _homes(
     return [homes[place.layer]]
 
 
-def _cut(rule: Rule, place: Place, form: Form, layout: Layout, problems: list[str]) -> Shape:
+def _cut(rule: Rule, place: Place, form: Form, layout: Layout, problems: dict[str, list[str]]) -> Shape:
     """The shape on one rank; notes a problem if there is none."""
     op, hf = rule.op, list(rule.sources(place).values())
     ranks = layout.etp if op.axis == "expert" else layout.tp
@@ -122,7 +138,7 @@ def _cut(rule: Rule, place: Place, form: Form, layout: Layout, problems: list[st
     shape = (*full[: op.dim], full[op.dim] // ranks, *full[op.dim + 1 :])
     if full[op.dim] % ranks or op.parts_of(shape, hf, layout.axes[op.axis]) is None:
         name = rule.live_name(place, place.layer - rule.shift)
-        problems.append(
+        problems.setdefault(rule.mcore, []).append(
             f"{name} {list(full)}: cannot be cut into {ranks} on dimension {op.dim}: change {OPTION[op.axis]}"
         )
     return shape

@@ -43,13 +43,14 @@ class IndexInputs:
 
 @dataclass(frozen=True)
 class Indexer:
-    """The indexer of layer number `layer`; `forward` is that of transformers' module."""
+    """The indexer of layer number `layer`, which chooses `topk` keys; `forward` is that of transformers' module."""
 
     layer: int
+    topk: int
     forward: Callable[..., Tensor]
 
     def choose(self, inputs: IndexInputs, mask_bSN: Tensor, store: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """[b, S, min(index_topk, N)] int32, the keys with the best scores; ties and masked keys as they come.
+        """[b, S, min(topk, N)] int32, the keys with the best scores; ties and masked keys as they come.
 
         mask_bSN  float, 0 or -inf, added to the scores
         store     is given the index keys [b, S, D] of these tokens and returns all [b, N, D]; None: these are all
@@ -71,16 +72,19 @@ class _IndexKeys:
 def choose_packed(
     indexer: Indexer, inputs: IndexInputs, cu_seqlens: Tensor, store: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """[1, T, K] int32 positions, inside its own sequence, of the keys each token attends to.
+    """[1, T, K] positions, inside its own sequence, of the keys each token attends to.
 
-    One sequence at a time: scores are S x S for each index head. A sequence of fewer than K tokens chooses all of
-    them, some more than once.
+    One sequence at a time: scores are S x S for each index head. Those of a sequence of at most `topk` tokens are
+    computed only when somebody stores its keys: it chooses all tokens, some more than once if K is larger.
     """
-    chosen = []
+    chosen, device = [], inputs.hidden_bSM.device
     for start, end in pairwise(cu_seqlens.tolist()):
-        if start < end:
-            hidden_SS = torch.full((end - start, end - start), float("-inf"), device=inputs.hidden_bSM.device).triu_(1)
-            chosen.append(indexer.choose(inputs.cut(slice(start, end)), hidden_SS.unsqueeze(0), store))
+        S = end - start  # tokens of this sequence
+        if indexer.topk >= S and store is None:
+            chosen.append(torch.arange(S, dtype=torch.int32, device=device).expand(1, S, S))
+        elif S > 0:
+            future_1SS = torch.full((1, S, S), float("-inf"), device=device).triu_(1)
+            chosen.append(indexer.choose(inputs.cut(slice(start, end)), future_1SS, store))
     width = max(keys_1SK.shape[-1] for keys_1SK in chosen)
     return torch.cat([pad(keys_1SK, (0, width - keys_1SK.shape[-1])) for keys_1SK in chosen], dim=1)
 
@@ -92,7 +96,7 @@ def hand_over_indexers(model: nn.Module) -> None:
         if name.endswith(".self_attn.indexer"):
             attention = model.get_submodule(name.removesuffix(".indexer"))
             attention.register_forward_pre_hook(_pass_attend_as_mask, with_kwargs=True)
-            module.forward = _forward(Indexer(attention.layer_idx, module.forward))
+            module.forward = _forward(Indexer(attention.layer_idx, module.index_topk, module.forward))
             module.requires_grad_(False)
 
 

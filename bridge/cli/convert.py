@@ -11,6 +11,7 @@ from typing import Any
 from bridge.cli.options import add_model_options, dtype_of, form_of, layers_of, layout_of, read_config
 from bridge.hf_export import write_folder
 from bridge.layout import Layout
+from bridge.models import mtp_pattern
 from bridge.offline import OfflineModel
 from bridge.pipeline import stage_layers
 from bridge.predict import Form
@@ -69,9 +70,10 @@ def to_folder(args: argparse.Namespace, config: dict[str, Any], source: Readable
     if args.out.exists() and any(args.out.iterdir()):
         raise ValueError(f"got --out {args.out}, which is not empty; expected a new folder; choose another one")
     # One rank's plan proves the source whole before half of it is copied.
-    whole = OfflineModel.make(
-        config, Form(), Layout(), stage_layers(config["num_hidden_layers"], 1), dtype_of(args, config)
-    )
+    extra = mtp_pattern(config)
+    mtp = not args.drop_mtp and extra is not None and any(extra.fullmatch(name) for name in source.names())
+    layers = stage_layers(config["num_hidden_layers"], 1)
+    whole = OfflineModel.make(config, Form(mtp=mtp), Layout(), layers, dtype_of(args, config))
     left_out = check_source(whole.plan, source, whole.extras, str(source.directory))
     names = list(whole.plan.hf_shapes)
     largest = max(
@@ -80,7 +82,5 @@ def to_folder(args: argparse.Namespace, config: dict[str, Any], source: Readable
     )
     stream = ((name, source.read(name)) for name in names)
     done = write_folder(stream, args.out, source, config, keep_mtp=not args.drop_mtp)
-    lines = [
-        f"left out {count} tensors: {reason}" for reason, count in left_out.items() if not done or "MTP" not in reason
-    ]
+    lines = [f"left out {count} tensors: {reason}" for reason, count in left_out.items()]
     return [*lines, *([done] if done else []), f"wrote {len(names)} tensors"], largest

@@ -36,9 +36,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--experts", choices=("sequential", "grouped"), default="sequential")
     form.add_argument("--fused-norms", action="store_true", help="norms inside the next linear (TransformerEngine)")
     form.add_argument("--whole-down", action="store_true", help="MLA down projections uncut (MindSpeed)")
-    form.add_argument(
-        "--indexer-rows", type=RopeRows.named, help="first-half, last-interleaved, ...; default: as in HF"
-    )
+    form.add_argument("--indexer-rows", type=indexer_rows, help="first-half, last-interleaved, ...; default: as in HF")
     form.add_argument("--vocab-multiple", type=positive, default=128, help="pad the vocabulary to this times tp")
     form.add_argument("--dtype", choices=DTYPES, help="default: that of config.json")
 
@@ -73,17 +71,22 @@ def form_of(args: argparse.Namespace) -> Form:
 
 
 def layers_of(args: argparse.Namespace, config: Config) -> tuple[Stages, str | None]:
-    """Layers of each stage, and a note if they had to be chosen: Megatron-Core itself only splits evenly."""
-    depth = config["num_hidden_layers"]
-    if args.layers is not None or depth % (args.pp * args.vpp) == 0 or args.vpp > 1:
+    """Layers of each stage, and a note if they are uneven: Megatron-Core has to be told so."""
+    depth, chunks = config["num_hidden_layers"], args.pp * args.vpp
+    if args.layers is not None:
         return stage_layers(depth, args.pp, args.vpp, args.layers), None
-    sizes = balanced(depth, args.pp)
+    if depth < chunks:
+        raise ValueError(
+            f"got {depth} layers for {args.pp} stages of {args.vpp} chunks; expected a layer or more for each; "
+            "lower --pp or --vpp"
+        )
+    sizes = balanced(depth, chunks)
     if has_indexer(config):
         full = full_indexer_layers(config)
-        legal = all(sum(sizes[:stage]) in full for stage in range(args.pp))
-        sizes = sizes if legal else legal_sizes(depth, args.pp, full) or sizes
-    note = f"{depth} layers on {args.pp} stages as {','.join(map(str, sizes))}; choose others with --layers"
-    return stage_layers(depth, args.pp, 1, sizes), note
+        legal = all(sum(sizes[:chunk]) in full for chunk in range(chunks))
+        sizes = sizes if legal else legal_sizes(depth, chunks, full) or sizes
+    uneven = f"{depth} layers as {','.join(map(str, sizes))}; choose others with --layers"
+    return stage_layers(depth, args.pp, args.vpp, sizes), uneven if len(set(sizes)) > 1 else None
 
 
 def dtype_of(args: argparse.Namespace, config: Config) -> torch.dtype:
@@ -94,11 +97,17 @@ def dtype_of(args: argparse.Namespace, config: Config) -> torch.dtype:
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}; expected a number from 1 on")
-    return value
+    return int(text)
 
 
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [positive(part) for part in text.split(",")]
+
+
+def indexer_rows(text: str) -> RopeRows:
+    try:
+        return RopeRows.named(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

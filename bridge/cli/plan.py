@@ -110,8 +110,8 @@ def render(report: dict[str, Any]) -> str:
         f"{report['model_type']}: {report['hf_tensors']:,} tensors, {report['hf_parameters']:,} parameters; "
         f"{layout}, {report['ranks_per_copy']} ranks hold one copy",
         *([f"note: {report['note']}"] if report["note"] else []),
-        "stage  layers          tensors      parameters weights GiB"
-        + ("   grads GiB   optim GiB" if "gradient_bytes" in report["stages"][0] else ""),
+        "stage  layers          each rank: tensors, parameters, weights GiB"
+        + (", gradients GiB, optimizer GiB" if "gradient_bytes" in report["stages"][0] else ""),
     ]
     for stage in report["stages"]:
         spans = " ".join(f"{start}-{stop - 1}" for start, stop in stage["layers"])

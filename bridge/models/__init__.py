@@ -40,7 +40,7 @@ def local_experts(hf_config: Config, ep: int) -> int:
     if count % ep or (ep > 1 and not count):
         raise ValueError(
             f"got {count} experts for {ep} expert-parallel ranks; expected a multiple; "
-            "change expert_model_parallel_size"
+            "change expert_model_parallel_size (--ep)"
         )
     return count // ep
 

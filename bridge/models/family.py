@@ -69,7 +69,7 @@ class Family:
                 f"got architectures {architectures}; expected [{self.architecture!r}] for model_type "
                 f"{config['model_type']!r}; only causal language models are supported"
             )
-        missing = [name for name in (*REQUIRED, *self.required) if name not in config]
+        missing = [name for name in (*REQUIRED, *self.required) if config.get(name) is None]
         if missing:
             raise ValueError(
                 f"got a config.json without {missing}; expected them all; use the model's full config.json"

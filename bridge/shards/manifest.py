@@ -31,6 +31,7 @@ class Manifest:
     form         the spelling of the model (bridge/predict.py)
     dtype        of all tensors but those the family holds in float32
     source_dtypes  of Hugging Face tensors that were stored in another dtype, to be restored on the way back
+    copies       tensors that the source repeated, to be repeated on the way back
     ranks        {tp, pp, ep, etp, file, sha256, bytes} of every rank
     """
 
@@ -38,16 +39,23 @@ class Manifest:
     form: dict[str, Any]
     dtype: str
     source_dtypes: dict[str, str]
+    copies: list[str]
     ranks: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, model: OfflineModel, source_dtypes: dict[str, torch.dtype], ranks: list[dict[str, Any]]) -> Manifest:
+    def of(
+        cls,
+        model: OfflineModel,
+        source_dtypes: dict[str, torch.dtype],
+        copies: list[str],
+        ranks: list[dict[str, Any]],
+    ) -> Manifest:
         sizes = {axis: vars(model.sizes)[axis] for axis in ("tp", "pp", "vpp", "ep", "etp")}
         chunks = [len(model.layers[s][v]) for v in range(model.sizes.vpp) for s in range(model.sizes.pp)]
         rows = model.form.indexer_rows
         form = asdict(model.form) | {"indexer_rows": None if rows is None else str(rows)}
         names = {name: str(dtype).removeprefix("torch.") for name, dtype in source_dtypes.items()}
-        return cls({**sizes, "layers": chunks}, form, str(model.dtype).removeprefix("torch."), names, ranks)
+        return cls({**sizes, "layers": chunks}, form, str(model.dtype).removeprefix("torch."), names, copies, ranks)
 
     def model(self, config: dict[str, Any]) -> OfflineModel:
         """The plan these shards were written by."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bridge.export import assemble
+from bridge.models import mtp_copies
 from bridge.offline import OfflineModel
 from bridge.ops import Shape
 from bridge.plan import Placed, Unit
@@ -29,24 +30,29 @@ class ShardSource:
         self.config = json.loads((directory / "config.json").read_text())
         self.model: OfflineModel = manifest.model(self.config)
         self._dtypes = {name: getattr(torch, dtype) for name, dtype in manifest.source_dtypes.items()}
+        copies = mtp_copies(self.config)
+        self._originals = {copy: copies[copy] for copy in manifest.copies}
         self._units = {name: unit for unit in self.model.plan.exported for name in unit.hf}
         self._held: tuple[Unit | None, dict[str, torch.Tensor]] = (None, {})
 
     def names(self) -> list[str]:
-        return list(self._units)
+        return [*self._units, *self._originals]
 
     def shape(self, name: str) -> Shape:
+        name = self._originals.get(name, name)
         return self._units[name].hf[name]
 
     def dtype(self, name: str) -> torch.dtype:
+        name = self._originals.get(name, name)
         return self._dtypes.get(name, self._units[name].placed[0].live.dtype)
 
     def place(self, name: str) -> tuple[str, int]:
         """In stream order."""
-        return "", self._order[name]
+        return "", self._order[self._originals.get(name, name)]
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
         """The tensor, or `tensor[slices]`."""
+        name = self._originals.get(name, name)
         unit = self._units[name]
         if self._held[0] is not unit:
             self._held = None, {}  # lets the last unit go before there is another

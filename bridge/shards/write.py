@@ -14,9 +14,10 @@ import torch
 from bridge.hf_writer import CODES, copy_companions
 from bridge.layout import Layout
 from bridge.load import Writer
+from bridge.models import mtp_copies
 from bridge.offline import OfflineModel, Tensor
 from bridge.problems import raise_all
-from bridge.shards.manifest import AXES, NAME, Manifest, file_name
+from bridge.shards.manifest import AXES, Manifest, file_name
 from bridge.source_check import Readable, check_source
 
 PROGRESS = ".convert.json"  # what the finished files of an interrupted run belong to
@@ -40,8 +41,11 @@ def write_shards(model: OfflineModel, source: Readable, directory: Path) -> Resu
     """
     left_out = check_source(model.plan, source, model.extras, str(source.directory))
     directory.mkdir(parents=True, exist_ok=True)
-    if (directory / NAME).exists():
-        raise ValueError(f"got {directory} with a complete {NAME}; expected a new folder; choose another --out")
+    if any(directory.iterdir()) and not (directory / PROGRESS).exists():
+        raise ValueError(
+            f"got {directory}, which is not empty and no conversion that stopped half-way; expected a new folder; "
+            "choose another --out"
+        )
     finished = _resume(directory, f"{model.plan.digest()} {_fingerprint(source.directory)}")
     writer = Writer(source)
     ranks = []
@@ -52,7 +56,7 @@ def write_shards(model: OfflineModel, source: Readable, directory: Path) -> Resu
             _note(directory, finished)
         ranks.append({**{axis: vars(rank)[f"{axis}_rank"] for axis in AXES}, "file": name, **finished[name]})
     copy_companions(source.directory, directory)
-    manifest = Manifest.of(model, _other_dtypes(model, source), ranks)
+    manifest = Manifest.of(model, _other_dtypes(model, source), _repeated(model, source), ranks)
     manifest.write(directory)
     (directory / PROGRESS).unlink()
     largest = max(_bytes_of(tensor) for stage in range(model.sizes.pp) for tensor in model.tensors(stage))
@@ -114,6 +118,12 @@ def _other_dtypes(model: OfflineModel, source: Readable) -> dict[str, torch.dtyp
         for name in unit.hf
         if source.dtype(name) != unit.placed[0].live.dtype
     }
+
+
+def _repeated(model: OfflineModel, source: Readable) -> list[str]:
+    """Copies inside extra prediction layers. A tied head is not one: the embedding says it all."""
+    copies = mtp_copies(model.config) if model.form.mtp else {}
+    return sorted(copies.keys() & set(source.names()))
 
 
 def _fingerprint(source_dir: Path) -> str:

@@ -205,7 +205,7 @@ class MegatronEngine(TrainEngine):
         return pack(batch, multiple, self.device)
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if parallel.in_first_copy(parallel.layout(self.backend)):
+        if parallel.holds_first_copy(parallel.layout(self.backend)):
             yield from self._bridge.hf_weights(source_only=True)
 
     def save(self, directory: Path) -> None:

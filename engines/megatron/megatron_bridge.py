@@ -98,12 +98,12 @@ class MegatronBridge:
         """Read every weight of this rank from a folder. ValueError naming those that nothing was written to."""
         self._open(hf_dir)
         tasks, live = self._tasks(), self._live()
-        for tensor in live.values():
+        for _, tensor in live:
             tensor.fill_(float("nan"))
         if parallel_state.get_tensor_model_parallel_world_size() == 1:
             self._load_padded(tasks)
         self._auto.load_hf_weights(self._chunks, allowed_mismatched_params=list(EMBEDDINGS))
-        unwritten = [name for name, tensor in live.items() if tensor.isnan().any()]
+        unwritten = [name for name, tensor in live if tensor.isnan().any()]
         if unwritten:
             raise ValueError(
                 f"got no value, or NaN, for {len(unwritten)} weights from {hf_dir}: {_listed(unwritten)}; "
@@ -143,21 +143,21 @@ class MegatronBridge:
         tasks = self._auto.get_conversion_tasks(self._chunks)
         if None in tasks:
             claimed = {task.param_name for task in tasks if task is not None}
-            unknown = [name for name in self._live() if name not in claimed]
+            unknown = [name for name, _ in self._live() if name not in claimed]
             raise ValueError(
                 f"got {tasks.count(None)} live weights that {PACKAGE} cannot place, here {_listed(unknown)}; expected "
                 f"a mapping for each; use another model, or megatron.bridge=native if it is one of {sorted(FAMILIES)}"
             )
         return tasks
 
-    def _live(self) -> dict[str, Tensor]:
-        """Parameters and the floating buffers that are saved, such as a router's expert bias."""
-        return {
-            name: tensor
+    def _live(self) -> list[tuple[str, Tensor]]:
+        """Parameters and the floating buffers that are saved, such as a router's expert bias, of all chunks."""
+        return [
+            (name, tensor)
             for chunk in self._chunks
             for name, tensor in chunk.state_dict(keep_vars=True).items()
             if isinstance(tensor, Tensor) and tensor.is_floating_point()
-        }
+        ]
 
 
 def _listed(names: list[str]) -> str:

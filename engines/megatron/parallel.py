@@ -90,13 +90,6 @@ def groups(layout: Layout) -> Groups:
     )
 
 
-def in_first_copy(layout: Layout) -> bool:
-    """Whether this rank belongs to the first copy of the model: data and context parallel ranks hold others, but
-    experts may be spread over several of them."""
-    stage_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True) * layout.tp + layout.tp_rank
-    return stage_rank < layout.stage_ranks
-
-
 def holds_first_copy(layout: Layout) -> bool:
     """Whether this rank belongs to the first copy of the model. With EP its experts may lie on several data-parallel
     ranks, so a copy is as many ranks of each stage as both kinds of cuts fill evenly."""

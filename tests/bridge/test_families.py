@@ -196,12 +196,14 @@ def test_models_without_rules_are_refused(family, changes, message):
         check_supported({**base, **changes})
 
 
-@pytest.mark.parametrize("field", ["kv_lora_rank", "v_head_dim", "moe_intermediate_size", "index_head_dim"])
-def test_a_missing_field_of_a_sparse_latent_model_is_named(field):
+@pytest.mark.parametrize("field", ["kv_lora_rank", "q_lora_rank", "moe_intermediate_size", "index_head_dim"])
+def test_a_missing_or_null_field_of_a_sparse_latent_model_is_named(field):
     config = config_of("glm_moe_dsa")
     del config[field]
-    with pytest.raises(ValueError, match=rf"without \['{field}'\]"):
-        check_supported(config)
+    for incomplete in (config, config | {field: None}):
+        with pytest.raises(ValueError, match=rf"without \['{field}'\]"):
+            check_supported(incomplete)
+    assert check_supported(config_of("deepseek_v3", q_lora_rank=None))  # a plain query projection
 
 
 def order_of(family: str, target: RopeRows, **changes: Any) -> tuple[int, ...]:

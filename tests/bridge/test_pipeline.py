@@ -41,7 +41,7 @@ def test_every_chunk_may_have_its_own_size():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((7, 2), r"7 layers for 2 pipeline stages.*such as 4,3.*set the layers of each stage"),
+        ((7, 2), r"7 layers for 2 pipeline stages.*such as 4,3; set them \(--layers\)"),
         ((8, 2, 1, [3, 4]), r"\[3, 4\].*7 together.*add up to 8"),
         ((8, 2, 1, [4, 2, 2]), r"expected 2 stages"),
         ((8, 2, 2, [5, 3]), r"expected 2 stages \(multiples of 2\) or 4 chunks"),
@@ -114,5 +114,5 @@ def test_legal_sizes_are_legal(pp):
 
 def test_more_stages_than_indexers_have_no_legal_sizes():
     assert legal_sizes(8, 4, [0, 3]) == []
-    with pytest.raises(ValueError, match=r"set the layers of each stage$"):
+    with pytest.raises(ValueError, match=r"set the layers of each chunk \(--layers\)$"):
         check_indexer_starts(stage_layers(8, 4), [0, 3])

@@ -152,7 +152,9 @@ def test_any_dimensions_round_trip(tmp_path_factory, data):
     if family == "glm_moe_dsa":
         changes["indexer_types"] = ["full", "full"]
     config = config_of(family, **changes)
-    form = Form(mtp="num_nextn_predict_layers" in config, absorb=data.draw(st.booleans()), vocab_multiple=8)
+    form = Form(
+        mtp="num_nextn_predict_layers" in config, absorb=family in LATENT and data.draw(st.booleans()), vocab_multiple=8
+    )
     check(tmp_path_factory.mktemp("any"), plan(config, form, **sizes))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engines.attention import _similar, packed_attention
+from engines.attention import _similar, packed_attention, sparse_packed_attention
 from engines.batch import cumulative
 
 LENGTHS = [5, 33, 1, 70, 34, 2, 33]
@@ -56,3 +56,30 @@ def test_padding_stays_bounded():
     for members in groups:
         longest = max(lengths[i] for i in members)
         assert all(longest - lengths[i] <= max(16, longest / 4) for i in members)
+
+
+@pytest.mark.parametrize("kept", [1, 4, 33, 70])
+def test_sparse_attention_sees_the_named_keys_and_nothing_else(kept):
+    """Named keys may lie in the future or stand twice; with as many names as tokens it is plain attention."""
+    torch.manual_seed(0)
+    total, cu_seqlens = sum(LENGTHS), cumulative(LENGTHS)
+    q, k, v = (torch.randn(total, 4, d, dtype=torch.float64, requires_grad=True) for d in (20, 20, 28))
+    keys_TK = torch.zeros(total, kept, dtype=torch.int32)
+    seen = []
+    for start, length in zip(cu_seqlens.tolist(), LENGTHS, strict=False):
+        own_SS = torch.zeros(length, length, dtype=torch.bool)
+        for t in range(length):
+            names = torch.randperm(length)[:kept] if length > kept else torch.arange(length)
+            names[0] = t if length > kept else 0
+            keys_TK[start + t, : len(names)] = names
+            own_SS[t, names] = True
+        seen.append(own_SS.tril())
+    out = sparse_packed_attention(q, k, v, cu_seqlens, 0.2, keys_TK)
+    scores_HTT = (0.2 * torch.einsum("thd,shd->hts", q, k)).masked_fill(~torch.block_diag(*seen).bool(), float("-inf"))
+    expected = torch.einsum("hts,she->the", scores_HTT.softmax(-1), v)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn_like(out)
+    for ours, theirs in zip(
+        *(torch.autograd.grad((o * weights).sum(), (q, k, v)) for o in (out, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)

@@ -108,6 +108,7 @@ CASES = {  # ranks -> which models in which layouts
         (MOE, TP2 | ETP1),
         (LATENT, TP2 | ETP1 | {"mla_absorb": True}),
         (MOE + LATENT, ETP1 | {"expert_model_parallel_size": 2}),
+        (["interleaved"], {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
         (["llama", "qwen3_tied", "deepseek_v3"], UNEVEN | {"pipeline_model_parallel_size": 2}),
     ],
 }
@@ -119,6 +120,7 @@ CASES = {  # ranks -> which models in which layouts
 def test_both_bridges_make_equal_shards_and_exports(tmp_path, world):
     for kind in DENSE + MOE + LATENT:
         _write(tmp_path, kind)
+    write_tiny_model(tmp_path / "interleaved", "qwen3_tied", num_hidden_layers=4)
     run_ranks(_both_bridges, world, tmp_path, CASES[world], timeout=280)
 
 

@@ -18,7 +18,7 @@ from tests.tiny import write_tiny_model
 pytestmark = pytest.mark.gloo
 
 SEQUENCES = [[1, 9, 8, 7, 6, 5], [3, 4, 100, 129, 0, 2, 77, 12], [50, 60, 70]]
-BACKENDS = {
+DENSE = {
     "fsdp": FsdpSpec(param_dtype="float32"),
     "tp2": MegatronSpec(dtype="float32", tensor_model_parallel_size=2),
     "pp2": MegatronSpec(
@@ -28,16 +28,22 @@ BACKENDS = {
     ),
     "dp2": MegatronSpec(dtype="float32"),
 }
+EXPERTS = {
+    "fsdp": FsdpSpec(param_dtype="float32"),
+    "ep2": MegatronSpec(dtype="float32", expert_model_parallel_size=2),
+    "tp2 ep2": MegatronSpec(dtype="float32", tensor_model_parallel_size=2, expert_model_parallel_size=2),
+}
+BACKENDS = {"qwen3": DENSE, "llama_tied": DENSE, "qwen3_moe": EXPERTS, "glm_moe_dsa": EXPERTS}
 
 
 def _push_everything_up(output, batch: TrainBatch, denominators: Denominators):
     return -(output.log_probs * batch.tokens["loss_mask"]).sum() / denominators.tokens, {}
 
 
-def _train_and_sync(rank: int, world: int, model: str) -> dict[str, list[float]]:
+def _train_and_sync(rank: int, world: int, model: str, kind: str) -> dict[str, list[float]]:
     """Largest difference of log-probs per sync, three updates with every layout."""
     differences: dict[str, list[float]] = {}
-    for name, backend in BACKENDS.items():
+    for name, backend in BACKENDS[kind].items():
         spec = TrainEngineSpec(
             engine="fsdp" if name == "fsdp" else "megatron",
             device="cpu",
@@ -90,9 +96,9 @@ def _gather(flag: bool) -> list[bool]:
     return flags
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama_tied"])
+@pytest.mark.parametrize("kind", BACKENDS)
 def test_rollout_log_probs_equal_the_trainers_after_every_sync(tmp_path: Path, kind: str):
     model = write_tiny_model(tmp_path / "model", kind)
-    differences = run_ranks(_train_and_sync, 2, str(model))[0]
-    assert {name: len(values) for name, values in differences.items()} == dict.fromkeys(BACKENDS, 4)
+    differences = run_ranks(_train_and_sync, 2, str(model), kind)[0]
+    assert {name: len(values) for name, values in differences.items()} == dict.fromkeys(BACKENDS[kind], 4)
     assert all(value < 1e-5 for values in differences.values() for value in values), differences

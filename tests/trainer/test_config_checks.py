@@ -11,6 +11,7 @@ from trainer.config import load_config
 
 TP, PP = f"{ACTOR}.megatron.tensor_model_parallel_size", f"{ACTOR}.megatron.pipeline_model_parallel_size"
 CP = f"{ACTOR}.megatron.context_parallel_size"
+VPP = f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"
 EP, ETP = f"{ACTOR}.megatron.expert_model_parallel_size", f"{ACTOR}.megatron.expert_tensor_parallel_size"
 MEGATRON = "model_engine=megatron"
 
@@ -42,6 +43,32 @@ def test_expert_layout_word_for_word(tmp_path):
         "  expected: etp x ep x pp divides world\n"
         "  do this:  actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1"
     )
+
+
+EXPERTS = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+
+
+def test_experts_are_whole_on_a_rank_unless_etp_is_set(tmp_path):
+    """Where Megatron-Core would split them over tp."""
+    more = (MEGATRON, "trainer.n_gpus_per_node=8", f"{TP}=4", f"{PP}=2", f"{EP}=4", VPP)
+    config = load(tmp_path, *more, **EXPERTS).config
+    backend = wiring.actor_spec(config, "cpu", total_steps=1).backend
+    assert (backend.expert_model_parallel_size, backend.virtual_pipeline_model_parallel_size) == (4, 2)
+    assert config.actor_rollout_ref.ref.megatron.expert_model_parallel_size == 4
+    assert "etp 1 x ep 3 x pp 2 = 6" in errors(tmp_path, *more, f"{EP}=3", **EXPERTS)["par.expert"]
+
+
+@pytest.mark.parametrize(
+    ("given", "model", "got", "fix"),
+    [
+        (f"{EP}=16", EXPERTS, "=16; 8 experts", f"{EP}=8"),
+        (f"{ETP}=32", EXPERTS, "=32; experts of size 48", f"{ETP}=24"),
+        (f"{EP}=2", {}, "=2; a model without experts", f"{EP}=1"),
+    ],
+)
+def test_experts_and_their_size_must_divide(tmp_path, given, model, got, fix):
+    text = errors(tmp_path, MEGATRON, "trainer.n_gpus_per_node=32", given, f"{TP}=2", **model)["par.experts"]
+    assert got in text and fix in text
 
 
 def test_route_replay_without_routes_word_for_word(tmp_path, monkeypatch):

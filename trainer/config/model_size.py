@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 DENSE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 SPARSE = ("q_lora_rank", "index_n_heads", "index_head_dim")

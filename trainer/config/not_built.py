@@ -18,7 +18,6 @@ from trainer.config.schema import leaves
 from trainer.config.values import to_text
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-MEGATRON = "{actor_rollout_ref.actor,actor_rollout_ref.ref}.megatron"
 FSDP = "{actor_rollout_ref.actor,actor_rollout_ref.ref}.fsdp_config"
 
 NOT_BUILT = (

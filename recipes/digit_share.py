@@ -1,0 +1,6 @@
+"""Reward of the tiny recipes: the share of digits in an answer. A random model gets some and can learn it at once."""
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    digits = sum(character.isdigit() for character in solution_str)
+    return {"score": digits / max(1, len(solution_str)), "acc": float(solution_str.strip() == ground_truth)}
