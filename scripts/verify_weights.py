@@ -82,13 +82,15 @@ def verify_on_rank(rank: int, world: int, folder: str, args: argparse.Namespace)
     with torch.no_grad():
         for tensor in live.values():
             tensor.fill_(torch.nan)
-    report = engine._bridge.load(args.hf)  # engine.load() keeps the report to itself
+    engine.load(args.hf)
     unset = [name for name, tensor in live.items() if tensor.isnan().any()]
     stream = engine.hf_weights()
     tensors, differing = compare(stream, open_source(args.hf), extras_of(args.hf)) if rank == 0 else drain(stream)
     scores = engine.log_probs(TrainBatch.pack(sequences(args.hf)), ForwardOptions(micro_batch_size=len(LENGTHS)))
     log_probs = scores.log_probs.tolist() if engine.is_output_rank else None
-    torch.save(vars(RankResult(report.bytes_read, unset, tensors, differing, log_probs)), f"{folder}/result{rank}")
+    torch.save(
+        vars(RankResult(engine.load_report.bytes_read, unset, tensors, differing, log_probs)), f"{folder}/result{rank}"
+    )
     engine.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -55,7 +55,7 @@ def reference_spec(config: Config, device: str) -> TrainEngineSpec | None:
 
 def _train_engine(config: Config, role, device: str, optim: OptimSpec | None) -> TrainEngineSpec:
     section = role.megatron if config.model_engine == "megatron" else role.fsdp_config
-    backend = _megatron(section, device) if config.model_engine == "megatron" else _fsdp(section)
+    backend = _megatron(config, section, device) if config.model_engine == "megatron" else _fsdp(section)
     return TrainEngineSpec(
         engine=config.model_engine,
         device=device,
@@ -81,11 +81,12 @@ def _fsdp(node) -> FsdpSpec:
     )
 
 
-def _megatron(node, device: str) -> MegatronSpec:
+def _megatron(config: Config, node, device: str) -> MegatronSpec:
     # One namespace in the tree, as in public recipes; on npu it also holds MindSpeed's names.
     fields, own = dict(node.override_transformer_config), {}
     if device == "npu":
         fields, own = mindspeed_flags.split(fields)
+    indexer_loss_coeff = fields.pop("dsa_indexer_loss_coeff", 0.0)
     return MegatronSpec(
         tensor_model_parallel_size=node.tensor_model_parallel_size,
         pipeline_model_parallel_size=node.pipeline_model_parallel_size,
@@ -100,6 +101,8 @@ def _megatron(node, device: str) -> MegatronSpec:
         grad_offload=node.grad_offload,
         optimizer_offload=node.optimizer_offload,
         bridge=node.bridge,
+        mla_absorb=config.actor_rollout_ref.model.dsa.split_kv_up == "true",
+        indexer_loss_coeff=indexer_loss_coeff,
         override_transformer_config=fields,
         mindspeed=own,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from bridge import Bridge, RopeRows
+from bridge import Bridge, LoadReport, RopeRows
 from engines.base import ForwardOptions, LossFn, TrainEngine
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.device import get_device
 from engines.megatron import build, checkpoint, cpu, imports, optimizer, parallel  # noqa: F401
 from engines.megatron.forward import MicroBatch, PackedInput, pack, run_chunk, score
+from engines.megatron.layers.dsa.loss import set_token_weights
 from engines.megatron.megatron_bridge import MegatronBridge, choose_bridge
 from engines.megatron.offload import HostCopy
 from engines.megatron.routing import Routing
@@ -30,6 +32,8 @@ from engines.microbatch import split
 from engines.rng import seed_everything
 from engines.routes import RoutePass, RouteShape
 from engines.spec import MegatronSpec, TrainEngineSpec
+
+log = logging.getLogger(__name__)
 
 
 class MegatronEngine(TrainEngine):
@@ -52,6 +56,7 @@ class MegatronEngine(TrainEngine):
         with cpu.construction() if spec.device == "cpu" else contextlib.nullcontext():
             self._build()
         self._bridge = self._build_bridge()
+        self.load_report: LoadReport | None = None
         self._host_copies = {"param": HostCopy(), "grad": HostCopy(keep=False), "optimizer": HostCopy()}
 
     def _build(self) -> None:
@@ -101,10 +106,21 @@ class MegatronEngine(TrainEngine):
         return torch.device("cpu") if module is None else torch.device(self.spec.device, module.current_device())
 
     def load(self, hf_path: str | Path) -> None:
-        self._bridge.load(hf_path)
+        self.load_report = self._bridge.load(hf_path)
+        self._tell_loading(hf_path)
         if self.optimizer is not None:
             # Otherwise the first step would bring back the main weights of the empty model.
             self.optimizer.reload_model_params()
+
+    def _tell_loading(self, hf_path: str | Path) -> None:
+        """What a user should know of it, once."""
+        if self.load_report is None or not self.is_weight_source:
+            return
+        for reason, count in self.load_report.left_out.items():
+            log.info("%s: %d tensors left out: %s", hf_path, count, reason)
+        if self.load_report.rounding is not None:
+            name, difference = self.load_report.rounding
+            log.info("%s: weights rounded to the model's dtype, at most by %.3g (%s)", hf_path, difference, name)
 
     def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
         for chunk in self.chunks:
@@ -145,7 +161,8 @@ class MegatronEngine(TrainEngine):
             return value, torch.ones((), dtype=torch.int, device=value.device), None
 
         routing = self._routing(micro_batches, options)
-        self._run(micro_batches, lambda micro: partial(evaluate, micro), routing, forward_only=False)
+        tokens = denominators.tokens if self._trains_indexer() else None
+        self._run(micro_batches, lambda micro: partial(evaluate, micro), routing, forward_only=False, tokens=tokens)
         if options.replay_routes:
             parts.append(routing.metrics(self.dp_rank))
         lr = self.spec.optim.schedule.at(step)
@@ -174,9 +191,11 @@ class MegatronEngine(TrainEngine):
         on_logits: Callable[[MicroBatch], Callable],
         routing: Routing | None,
         forward_only: bool,
+        tokens: float | None = None,
     ) -> list[Any]:
         """Drive the pipeline schedule. `on_logits(micro)` gives what is called with (packed input, logits) on
-        the last stage; its results come back in the order of the micro-batches, and nothing elsewhere."""
+        the last stage; its results come back in the order of the micro-batches, and nothing elsewhere. `tokens`
+        is the denominator of a trained indexer's own loss."""
         multiple = self.backend.tensor_model_parallel_size if self.config.sequence_parallel else 1
 
         def forward_step(work: Iterator[tuple[int, MicroBatch]], chunk: nn.Module) -> tuple[Tensor, Callable]:
@@ -184,6 +203,9 @@ class MegatronEngine(TrainEngine):
             inputs = self._pack(micro.batch, multiple)
             if routing is not None:
                 routing.enter(number, inputs.cut)
+            if tokens is not None:
+                mask_T = inputs.batch.tokens["loss_mask"] / tokens
+                set_token_weights(inputs.sequences, inputs.cut.local(mask_T))
             output = run_chunk(chunk, inputs)
             if routing is not None:
                 routing.follow(number, output)
@@ -200,6 +222,10 @@ class MegatronEngine(TrainEngine):
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+
+    def _trains_indexer(self) -> bool:
+        options = self.config.attention_options.indexer
+        return options is not None and options.loss_coeff > 0 and self.spec.device != "npu"
 
     def _pack(self, batch: TrainBatch, multiple: int) -> PackedInput:
         return pack(batch, multiple, self.device)

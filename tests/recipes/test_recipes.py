@@ -141,6 +141,14 @@ def test_cpu_recipes_load_without_a_word_about_ignored_keys(tmp_path, name):
     assert not [text for text in found.notices if "no effect" in text or "ignored" in text]
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_recipes_rehearse_tensor_and_expert_parallelism_with_replay(tmp_path, name):
+    config = loaded(name, tmp_path).config
+    spec = wiring.actor_spec(config, "cpu", total_steps=3).backend
+    assert config.derived.world_size == spec.tensor_model_parallel_size == spec.expert_model_parallel_size == 2
+    assert config.model_engine == "megatron" and config.actor_rollout_ref.actor.router_replay.mode == "R3"
+
+
 @pytest.mark.parametrize("name", REAL)
 def test_only_what_is_not_built_is_refused_and_the_header_says_so(tmp_path, name):
     with pytest.raises(ConfigErrors) as caught:

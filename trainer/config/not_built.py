@@ -45,6 +45,7 @@ NOT_BUILT = (
 )
 BUILT_LATER = (
     "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.model.dsa.split_kv_up",
     "data.{train_max_samples,val_max_samples,dataloader_num_workers,val_batch_size,apply_chat_template_kwargs}",
     f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}",
     "reward.{timeout_s,custom_reward_function.domains}",
