@@ -1,6 +1,7 @@
 """Routing replay on the routers of a transformers model, for the FSDP engine and the transformers rollout.
 
-Every family here has its router at `layers[i].mlp.gate`; it returns (logits [T, E], weights [T, K], experts [T, K]).
+Every family here has its router at `layers[i].mlp.gate`; since transformers 5.13 all of them return
+(logits [T, E], weights [T, K], experts [T, K]).
 
 Shape legend: T packed tokens, L decoder layers, E experts of a layer, K experts per token.
 """

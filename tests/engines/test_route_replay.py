@@ -48,7 +48,8 @@ SHAPES = {
     "qwen3_moe": RouteShape(layers=6, moe_layers=(1, 2, 4, 5), experts=8, topk=2),
     "deepseek_v3": RouteShape(layers=3, moe_layers=(1, 2), experts=8, topk=4),
 }
-BY_ONE, BY_TWO = dict(micro_batch_size=1), dict(micro_batch_size=2)
+# All at once: the interleaved schedule then adds a filler, which must record and count nothing.
+BY_ONE, AT_ONCE = dict(micro_batch_size=1), dict(micro_batch_size=4)
 
 
 def _engine(folder: str, layout: str):
@@ -112,7 +113,7 @@ def _count(engine, run) -> dict[int, list[int]]:
 def _case(folder: str, layout: str, shape: RouteShape) -> dict:
     """What R2 records, how recorded and forced routes replay, and one step under forced routes."""
     engine, forced = _engine(folder, layout), _forced(shape)
-    live = engine.log_probs(_batch(engine), ForwardOptions(record_routes=True, **BY_TWO))
+    live = engine.log_probs(_batch(engine), ForwardOptions(record_routes=True, **AT_ONCE))
     result = {"live": live.log_probs, "recorded": live.routes, "own": sorted(_live(engine))}
     whole = forced.clone()  # the recorded routes at their places of the whole batch
     rows = range(engine.dp_rank, len(SEQUENCES), engine.dp_size)
@@ -149,7 +150,7 @@ def _discarded_models_and_exceptions_leave_nothing_behind(folder: str) -> None:
     discarded, engine = _engine(folder, "one rank"), _engine(folder, "one rank")
     first_two = torch.tensor([0, 1]).expand(TOKENS, 4, 2)
     batch = _batch(engine, align(first_two, TOKENS, shape))
-    replay = ForwardOptions(replay_routes=True, **BY_TWO)
+    replay = ForwardOptions(replay_routes=True, **AT_ONCE)
     dead = _count(discarded, lambda: None)
     counts = _count(engine, lambda: engine.log_probs(batch, replay))
     assert counts == {layer: [TOKENS, TOKENS, 0, 0, 0, 0, 0, 0] for layer in (1, 2, 4, 5)} and dead == {}
@@ -157,11 +158,11 @@ def _discarded_models_and_exceptions_leave_nothing_behind(folder: str) -> None:
     def fail(output, part, denominators):
         raise RuntimeError("a loss that fails")
 
-    before = engine.log_probs(_batch(engine), ForwardOptions(**BY_TWO)).log_probs
+    before = engine.log_probs(_batch(engine), ForwardOptions(**AT_ONCE)).log_probs
     with pytest.raises(RuntimeError, match="a loss that fails"):
         engine.update(batch, fail, DENOMINATORS, replay, step=0)
     assert all(router.router_replay is None for router in _live(engine).values())
-    assert torch.equal(engine.log_probs(_batch(engine), ForwardOptions(**BY_TWO)).log_probs, before)
+    assert torch.equal(engine.log_probs(_batch(engine), ForwardOptions(**AT_ONCE)).log_probs, before)
     with pytest.raises(AssertionError, match="needs the routes of its batch"):
         engine.log_probs(_batch(engine), replay)
     engine.close()
@@ -238,24 +239,28 @@ def _run(tmp_path: Path, on_rank, world: int, cases: list[tuple[tuple[str, dict]
 
 
 @pytest.mark.gloo
-def test_one_rank_of_each_engine_with_and_without_recomputation(tmp_path):
-    cases = [(SOFTMAX, layout) for layout in ("one rank", "fsdp recompute", "recompute", "recompute moe")]
-    cases += [(SIGMOID, layout) for layout in ("one rank", "fsdp recompute", "recompute")]
-    _run(tmp_path, _one_rank, 1, cases)
+def test_one_rank_of_each_engine(tmp_path):
+    _run(tmp_path, _one_rank, 1, [(SOFTMAX, "one rank"), (SOFTMAX, "recompute moe"), (SIGMOID, "fsdp recompute")])
 
 
 @pytest.mark.gloo
-def test_two_ranks_in_every_layout(tmp_path):
-    cases = [(SOFTMAX, layout) for layout in ("vpp3", "pp2", "tp2", "cp2", "ep2")]
-    cases += [(SIGMOID, layout) for layout in ("tp2 recompute", "cp2")]
-    by_case = _run(tmp_path, _on_rank, 2, cases)
+def test_two_ranks_that_split_layers_and_tokens(tmp_path):
+    by_case = _run(tmp_path, _on_rank, 2, [(SOFTMAX, "vpp3"), (SOFTMAX, "tp2 recompute"), (SIGMOID, "cp2")])
     assert [rank["own"] for rank in by_case[0]] == [[2, 4], [1, 5]]
-    assert [rank["own"] for rank in by_case[1]] == [[1, 2], [4, 5]]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_one_rank_in_the_other_ways(tmp_path):
+    cases = [(SOFTMAX, layout) for layout in ("fsdp recompute", "recompute")]
+    _run(tmp_path, _one_rank, 1, cases + [(SIGMOID, layout) for layout in ("one rank", "recompute", "recompute moe")])
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_two_ranks_in_the_other_layouts(tmp_path):
-    cases = [(SOFTMAX, layout) for layout in ("fsdp", "pp2 recompute", "vpp3 recompute moe")]
-    cases += [(SIGMOID, layout) for layout in ("fsdp", "ep2", "tp2")]
-    _run(tmp_path, _on_rank, 2, cases)
+    layouts = ("pp2", "pp2 recompute", "vpp3 recompute moe", "tp2", "ep2", "cp2", "fsdp")
+    cases = [(SOFTMAX, layout) for layout in layouts]
+    cases += [(SIGMOID, layout) for layout in ("fsdp", "ep2", "tp2 recompute")]
+    by_case = _run(tmp_path, _on_rank, 2, cases)
+    assert [rank["own"] for rank in by_case[0]] == [[1, 2], [4, 5]]

@@ -1,10 +1,13 @@
 """The rules of routing replay on plain tensors: numbers worked out by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from engines.base import ForwardOptions
 from engines.batch import TrainBatch
+from engines.hf_routing import weigh
 from engines.routes import LIVE, RoutePass, RouteShape, align, filler, matters, replay_metrics, replayed_rows
 
 SHAPE = RouteShape(layers=3, moe_layers=(1, 2), experts=8, topk=2)
@@ -141,3 +144,20 @@ def test_rows_that_count_and_the_metrics():
     assert replayed_rows(batch, routes) == 2  # not the last row, not the sample that goes live
     metrics = replay_metrics(3, 4, 2)
     assert metrics["routing/overlap_ratio"].value == 0.75 and metrics["routing/replayed_rows"].value == 2
+
+
+@pytest.mark.parametrize(("renormalise", "expected"), [(False, [0.087144, 0.032059]), (True, [0.731059, 0.268941])])
+def test_forced_experts_weigh_what_the_live_router_gives_them(renormalise, expected):
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], requires_grad=True)
+    weights = weigh(SimpleNamespace(norm_topk_prob=renormalise), logits, torch.tensor([[2, 3]]))
+    assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
+    weights[0, 0].backward()
+    assert bool((logits.grad[0, 2:].abs() > 1e-3).all())
+
+
+def test_the_correction_bias_chooses_and_does_not_weigh():
+    gate = SimpleNamespace(e_score_correction_bias=torch.tensor([9.0, 9.0, 0.0, 0.0]), norm_topk_prob=True)
+    gate.routed_scaling_factor = 2.5
+    weights = weigh(gate, torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[0, 1]]))
+    scores = torch.tensor([0.0, 1.0]).sigmoid()
+    torch.testing.assert_close(weights[0], 2.5 * scores / scores.sum())

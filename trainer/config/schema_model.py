@@ -60,9 +60,7 @@ class Dsa:
 
     indexer_k_norm_eps: float = 1e-6  # eps of the indexer's key norm
     indexer_rotate: bool = False  # Hadamard rotation in the indexer
-    split_kv_up: Literal["auto", "true", "false"] = (
-        "auto"  # absorbed attention of the megatron engine; auto = no
-    )
+    split_kv_up: Literal["auto", "true", "false"] = "auto"  # absorbed attention (megatron); auto = no
 
 
 @dataclass(frozen=True)
