@@ -135,8 +135,8 @@ class Gatherer:
 
         finish = start(0)
         for number, bucket in enumerate(buckets):
-            parts = iter(finish())
-            finish = start(number + 1)
+            following = start(number + 1)  # packed and on its way while this bucket still arrives
+            parts, finish = iter(finish()), following
             try:
                 yield [[next(parts) for _ in item] for item in bucket.items]
             except GeneratorExit:

@@ -19,7 +19,7 @@ packages=(
 )
 if ! "$venv/bin/python" -c 'import importlib.metadata as m; assert m.version("megatron-bridge") == "0.6.2"' 2>/dev/null; then
   echo "== making $venv"
-  python3.12 -m venv "$venv"
+  "${PYTHON312:-python3.12}" -m venv "$venv"
   "$venv/bin/python" -m pip install -q --disable-pip-version-check "${packages[@]}"
   "$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps "megatron-bridge==0.6.2"
 fi

@@ -44,6 +44,7 @@ class MegatronEngine(TrainEngine):
         self.spec = spec
         self.backend: MegatronSpec = spec.backend
         self.hf = build.read_hf_config(spec.model)
+        self._bridge_kind = choose_bridge(self.backend.bridge, self.hf)  # before anything is built
         if spec.device == "cpu":
             cpu.adapt()
         seed_everything(spec.seed)
@@ -79,7 +80,7 @@ class MegatronEngine(TrainEngine):
         return build.build_chunks(self.config, self.hf, self.backend)
 
     def _build_bridge(self) -> Bridge | MegatronBridge:
-        if choose_bridge(self.backend.bridge, self.hf) == "megatron_bridge":
+        if self._bridge_kind == "megatron_bridge":
             return MegatronBridge(self.spec.model, self.models, self.spec.device)
         stages = self.backend.virtual_pipeline_model_parallel_size
         layout = parallel.layout(self.backend)

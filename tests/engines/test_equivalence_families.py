@@ -110,6 +110,7 @@ def test_one_rank(folders, reference):
 
 @pytest.mark.gloo
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 def test_two_ranks_in_every_layout(folders, reference):
     check(folders, reference, 2, TWO)
     latent = {kind: folder for kind, folder in folders.items() if kind != "qwen3_moe"}

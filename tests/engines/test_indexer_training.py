@@ -43,6 +43,7 @@ def train(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_an_indexer_learns_on_one_and_two_ranks_alike(tmp_path):
     folder = str(write_tiny_model(tmp_path, "glm_moe_dsa"))
     (still, trained), (_, trained_on_two) = run_ranks(train, 1, folder)[0], run_ranks(train, 2, folder)[0]

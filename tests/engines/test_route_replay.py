@@ -244,6 +244,7 @@ def test_one_rank_of_each_engine(tmp_path):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_two_ranks_that_split_layers_and_tokens(tmp_path):
     by_case = _run(tmp_path, _on_rank, 2, [(SOFTMAX, "vpp3"), (SOFTMAX, "tp2 recompute"), (SIGMOID, "cp2")])
     assert [rank["own"] for rank in by_case[0]] == [[2, 4], [1, 5]]

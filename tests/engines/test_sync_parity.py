@@ -96,7 +96,12 @@ def _gather(flag: bool) -> list[bool]:
     return flags
 
 
-@pytest.mark.parametrize("kind", BACKENDS)
+MINUTES = {"qwen3_moe", "glm_moe_dsa"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in MINUTES else ()) for kind in BACKENDS]
+)
 def test_rollout_log_probs_equal_the_trainers_after_every_sync(tmp_path: Path, kind: str):
     model = write_tiny_model(tmp_path / "model", kind)
     differences = run_ranks(_train_and_sync, 2, str(model), kind)[0]
