@@ -283,6 +283,12 @@ BROKEN = [
         "use_flash_attn on cpu (argument 13)",
         "remove it",
     ),
+    (
+        "dsa.own_layers",
+        [MEGATRON, f"+{ACTOR}.megatron.override_transformer_config.dsa_indexer_topk=64"],
+        "dsa_indexer_topk (argument 13)",
+        "remove it",
+    ),
     ("value.range", ["data.train_batch_size=0"], "train_batch_size=0", "data.train_batch_size=1"),
     ("value.range", [f"{ROLLOUT}.top_p=1.5"], "top_p=1.5", f"{ROLLOUT}.top_p=1.0"),
     ("value.range", [f"{ACTOR}.optim.betas=[0.9]"], "betas=[0.9]", f"{ACTOR}.optim.betas=[0.9,0.999]"),

@@ -25,6 +25,7 @@ NPU_FLAGS = (
     "use_fused_lightning_indexer_kl_loss",
     "context_parallel_algo",
 )
+DSA_TRAINED = "dsa_indexer_loss_coeff"  # trains the indexer, on every device
 DATA_SUFFIXES = (".parquet", ".jsonl")
 
 
@@ -111,6 +112,10 @@ def mindspeed(view: Inspection) -> None:
         if name in NPU_FLAGS or name.startswith("use_ascend_"):
             got = f"{name} on {view.config.derived.device}{view.where(f'{key}.{name}')}"
             view.error("dev.npu_only", f"{key}.{name}", got, "an NPU: it is a MindSpeed argument", "remove it")
+        elif name == "experimental_attention_variant" or (name.startswith("dsa_") and name != DSA_TRAINED):
+            got = f"{name}{view.where(f'{key}.{name}')}"
+            expected = "unset: the layers of sparse attention read the model's config.json"
+            view.error("dsa.own_layers", f"{key}.{name}", got, expected, "remove it")
 
 
 def cores(view: Inspection) -> None:

@@ -41,7 +41,7 @@ def transformer_config(hf: dict[str, Any], model: ModelSpec, backend: MegatronSp
     if backend.dtype not in DTYPES:
         raise ValueError(f"got dtype {backend.dtype!r}; expected one of {sorted(DTYPES)}; set the engine's dtype")
     kind = MLATransformerConfig if FAMILIES[hf["model_type"]].latent else TransformerConfig
-    overrides = _checked_overrides(backend.override_transformer_config, kind, device)
+    overrides = _checked_overrides(backend.override_transformer_config, kind)
     check_splits(hf, backend, overrides)
     fields = model_fields(hf) | _engine_fields(backend, device)
     choices = _choices(model)
@@ -110,14 +110,9 @@ def _check_reserved(overrides: dict[str, Any], derived: dict[str, Any]) -> None:
             )
 
 
-def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig], device: str) -> dict[str, Any]:
+def _checked_overrides(overrides: dict[str, Any], kind: type[TransformerConfig]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(kind)}
     for key in overrides:
-        if device != "npu" and (key.startswith("dsa_") or key == "experimental_attention_variant"):
-            raise ValueError(
-                f"got override_transformer_config.{key}; expected it unset: our layers of sparse attention read "
-                "config.json; change it there (actor_rollout_ref.model.override_config)"
-            )
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
             raise ValueError(
