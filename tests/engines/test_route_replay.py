@@ -239,6 +239,7 @@ def _run(tmp_path: Path, on_rank, world: int, cases: list[tuple[tuple[str, dict]
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_one_rank_of_each_engine(tmp_path):
     _run(tmp_path, _one_rank, 1, [(SOFTMAX, "one rank"), (SOFTMAX, "recompute moe"), (SIGMOID, "fsdp recompute")])
 
