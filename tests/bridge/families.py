@@ -11,6 +11,8 @@ from torch import Tensor
 
 from bridge.layout import Layout
 from bridge.offline import OfflineModel
+from bridge.pipeline import stage_layers
+from bridge.predict import Form
 from tests.bridge.fake import fuse_qkv
 
 Config = dict[str, Any]
@@ -45,6 +47,18 @@ CONFIGS: dict[str, Config] = {
 
 def config_of(family: str, **changes: Any) -> Config:
     return {"model_type": family, **_COMMON, **CONFIGS[family], **changes}
+
+
+def plan(
+    config: dict,
+    form: Form | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: list[int] | None = None,
+    **sizes,
+) -> OfflineModel:
+    form, layout = form or Form(vocab_multiple=8), Layout(**sizes)
+    stages = stage_layers(config["num_hidden_layers"], layout.pp, layout.vpp, layers)
+    return OfflineModel.make(config, form, layout, stages, dtype)
 
 
 def random_weights(model: OfflineModel, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> dict[str, Tensor]:

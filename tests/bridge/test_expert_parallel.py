@@ -17,8 +17,7 @@ from bridge.models import local_experts
 from bridge.offline import OfflineModel
 from bridge.predict import Form
 from tests.bridge.fake import module_tree, write_folder
-from tests.bridge.families import config_of, expected, random_weights
-from tests.bridge.test_shards import plan
+from tests.bridge.families import config_of, expected, plan, random_weights
 from tests.ranks import run_ranks
 
 WORLD = 4

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bridge.layout import Layout
 from bridge.live import global_name
 from bridge.offline import OfflineModel
-from bridge.pipeline import stage_layers
 from bridge.predict import Form
 from bridge.shards import Manifest, ShardSource, write_shards
 from bridge.shards.manifest import file_name
 from bridge.source import open_source
-from tests.bridge.families import CONFIGS, config_of, expected, random_weights
+from tests.bridge.families import CONFIGS, config_of, expected, plan, random_weights
 
 # layout -> sizes, and the layers of each stage; layer 1 of glm_moe_dsa uses the indexer of layer 0
 LAYOUTS = {
@@ -39,18 +37,6 @@ LAYOUTS = {
 }
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 EXPERTS = [family for family in CONFIGS if family not in ("llama", "qwen2", "qwen3")]
-
-
-def plan(
-    config: dict,
-    form: Form | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    layers: list[int] | None = None,
-    **sizes,
-) -> OfflineModel:
-    form, layout = form or Form(vocab_multiple=8), Layout(**sizes)
-    stages = stage_layers(config["num_hidden_layers"], layout.pp, layout.vpp, layers)
-    return OfflineModel.make(config, form, layout, stages, dtype)
 
 
 def write_source(folder: Path, config: dict, weights: dict[str, Tensor]) -> Path:
