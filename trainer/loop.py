@@ -33,27 +33,11 @@ from trainer.prompts import PromptEncoder, PromptItem, PromptSource
 from trainer.reward import RewardManager, RewardResult
 from trainer.rollout import RolloutGroup
 from trainer.routing import RouteOptions, Routes, check_routes
+from trainer.scored import Scored
 from trainer.step_metrics import response_metrics, step_performance
 from trainer.validation import ValRecord, sample_table, summarise, write_samples
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A sample, the prompt it answers, its text and its reward; `routable` is False where its routes must be
-    replayed and cannot."""
-
-    item: PromptItem
-    sample: Sample
-    text: str
-    result: RewardResult
-    routable: bool = True
-
-    @property
-    def counts(self) -> bool:
-        """An answer that was aborted or could not be scored is no evidence of anything."""
-        return not self.result.failed and self.sample.finish_reason != "abort" and self.routable
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 
 from engines.base import Sample
 from engines.routes import RouteShape
-from trainer.loop import Scored
+from trainer.scored import Scored
 from trainer.reward.result import RewardResult
 from trainer.routing import RouteOptions, check_routes
 
