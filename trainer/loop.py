@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from engines.base import ForwardOptions, Prompt, Sample, SamplingParams
+from engines.base import ForwardOptions, Prompt, SamplingParams
 from engines.batch import TrainBatch
 from engines.metric import Metric, Metrics
 from trainer import checkpoint, cluster
@@ -30,7 +30,7 @@ from trainer.loss import PolicyLoss
 from trainer.metrics import MetricLog
 from trainer.policy import Policy
 from trainer.prompts import PromptEncoder, PromptItem, PromptSource
-from trainer.reward import RewardManager, RewardResult
+from trainer.reward import RewardManager
 from trainer.rollout import RolloutGroup
 from trainer.routing import RouteOptions, Routes, check_routes
 from trainer.scored import Scored
