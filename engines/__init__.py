@@ -17,7 +17,10 @@ TRAIN_ENGINES = {
     ("megatron", "cuda"): "engines.megatron.engine:MegatronEngine",
     ("megatron", "npu"): "engines.megatron.mindspeed:build_engine",
 }
-ROLLOUT_ENGINES = {"hf": "engines.rollout.hf:HfRolloutEngine"}
+ROLLOUT_ENGINES = {
+    "hf": "engines.rollout.hf:HfRolloutEngine",
+    "vllm": "engines.rollout.vllm.build:build_engine",
+}
 
 
 def build_train_engine(spec: TrainEngineSpec) -> TrainEngine:

