@@ -23,6 +23,8 @@ setup(
         "omegaconf>=2.3,<2.4",
         "math-verify==0.9.0",
         "antlr4-python3-runtime==4.9.*",
+        "langdetect==1.0.9",
+        "httpx>=0.27,<1",
         "numpy>=2,<3",
         "pyarrow>=18",
         "matplotlib>=3.9",

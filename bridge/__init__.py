@@ -6,10 +6,11 @@ from bridge.hf_export import write_folder
 from bridge.hf_writer import HfWriter
 from bridge.layout import Groups, Layout
 from bridge.load import LoadReport
-from bridge.models import check_supported
+from bridge.models import check_supported, has_value_head, value_fields
 from bridge.ops import RopeRows
 from bridge.safetensors_io import HfCheckpoint
 from bridge.source import open_source
+from bridge.source_check import Readable
 from bridge.stream import Bridge
 
 __all__ = [
@@ -19,8 +20,11 @@ __all__ = [
     "HfWriter",
     "Layout",
     "LoadReport",
+    "Readable",
     "RopeRows",
     "check_supported",
+    "has_value_head",
     "open_source",
+    "value_fields",
     "write_folder",
 ]

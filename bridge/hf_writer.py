@@ -78,7 +78,8 @@ class HfWriter:
             entry["data_offsets"] = [0, size]
         self._header[name] = entry
         self._header_size += entry_size
-        self._file.write(data.reshape(-1).view(torch.uint8).numpy())
+        # Contiguous with one element, a tensor may still claim any stride, which a view of its bytes refuses.
+        self._file.write(data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy())
         self._offset += size
 
     def finish(self) -> None:

@@ -20,7 +20,7 @@ from bridge.ops import RopeRows
 from bridge.plan import Plan, make_plan
 from bridge.rules import Live
 from bridge.source import open_source
-from bridge.source_check import check_source
+from bridge.source_check import Readable, check_source
 
 
 class Bridge:
@@ -60,15 +60,16 @@ class Bridge:
         self._unusable: str | None = None
 
     @torch.no_grad()
-    def load(self, hf_dir: Path | str) -> LoadReport:
-        """Read every live tensor of this rank from a folder. Everything is checked before the first write;
-        a later error leaves the model unusable until a load succeeds."""
-        source = open_source(hf_dir)
-        left_out = check_source(self.plan, source, family_extras(self._config, self._target), str(hf_dir))
+    def load(self, hf_dir: Path | str | Readable) -> LoadReport:
+        """Read every live tensor of this rank from a folder, or from one that is open. Everything is checked before
+        the first write; a later error leaves the model unusable until a load succeeds."""
+        source = open_source(hf_dir) if isinstance(hf_dir, (Path, str)) else hf_dir
+        where = str(source.directory)
+        left_out = check_source(self.plan, source, family_extras(self._config, self._target), where)
         live = self._live()
         mine = [unit for unit in self.plan.units if unit.owner == self._layout.pp_rank]
-        self._unusable = f"loading {hf_dir} did not finish"
-        report = load_units(mine, live, source, self._layout, left_out, str(hf_dir))
+        self._unusable = f"loading {where} did not finish"
+        report = load_units(mine, live, source, self._layout, left_out, where)
         self._unusable = None
         return report
 

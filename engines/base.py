@@ -9,16 +9,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from engines.batch import Denominators, PolicyOutput, TrainBatch
+from engines.batch import Denominators, PolicyOutput, TrainBatch, ValueOutput
 from engines.metric import Metrics
+
+if TYPE_CHECKING:
+    from engines.weight_sync import WeightReceiver, WeightSource
 
 # (model output of one micro-batch, that micro-batch, global denominators) -> (scalar loss, metrics).
 # The loss is this micro-batch's share of the global value: sum over its tokens / global denominator.
-LossFn = Callable[[PolicyOutput, TrainBatch, Denominators], tuple[Tensor, Metrics]]
+PolicyLossFn = Callable[[PolicyOutput, TrainBatch, Denominators], tuple[Tensor, Metrics]]
+ValueLossFn = Callable[[ValueOutput, TrainBatch, Denominators], tuple[Tensor, Metrics]]
+LossFn = PolicyLossFn | ValueLossFn  # by the model's head
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,8 @@ class ForwardOptions:
     Exactly one of `micro_batch_size` (sequences) and `max_tokens` (token budget) is set. The number of
     micro-batches is the maximum over DP ranks; ranks with less work run masked fillers.
     Logits are divided by `temperature` before log-softmax. `entropy` asks for per-token entropy;
-    `entropy_grad` lets gradient flow through it.
+    `entropy_grad` lets gradient flow through it. `sum_pi_squared` asks a scoring pass for the sum of the squared
+    probabilities that each token was drawn from.
 
     In a mixture of experts, `record_routes` returns the experts of every token, and `replay_routes` dictates those
     of the batch's `routes` (engines/routes.py).
@@ -39,6 +45,7 @@ class ForwardOptions:
     max_tokens: int | None = None
     entropy: bool = False
     entropy_grad: bool = False
+    sum_pi_squared: bool = False
     record_routes: bool = False
     replay_routes: bool = False
 
@@ -74,13 +81,19 @@ class TrainEngine(ABC):
         [T, layers, K] come likewise."""
 
     @abstractmethod
+    def values(self, batch: TrainBatch, options: ForwardOptions) -> Tensor:
+        """What a value model (`head` "value") has in the place of `log_probs`: [T] float32 on CPU, entry t the value
+        of the state before token t, 0 at first tokens; on other than output ranks as there. Of `options` only the
+        cut into micro-batches counts."""
+
+    @abstractmethod
     def update(
         self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
     ) -> Metrics:
         """One optimizer step on one mini-batch share, at the learning rate of training step `step`
         (completed steps before this one). Metrics hold the loss's own (merged over this rank's
-        micro-batches) plus `actor/grad_norm` (before clipping, global), `actor/lr`,
-        `actor/nonfinite_grad_steps`. A non-finite gradient norm changes no parameter on any rank."""
+        micro-batches) plus `<role>/grad_norm` (before clipping, global), `<role>/lr`,
+        `<role>/nonfinite_grad_steps`. A non-finite gradient norm changes no parameter on any rank."""
 
     @abstractmethod
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -155,9 +168,12 @@ class Sample:
 
 
 class RolloutEngine(ABC):
-    """A model that generates. `version` is the weight version it holds; -1 before the first load."""
+    """A model that generates. `version` is the weight version it holds; -1 before the first load. `receivers` is
+    how many of its processes fetch weights for themselves."""
 
     version: int = -1
+    receivers: int = 1
+    _receiver: WeightReceiver | None = None
 
     @abstractmethod
     def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> Iterator[Sample]:
@@ -170,6 +186,13 @@ class RolloutEngine(ABC):
         heads follow their embedding): otherwise ValueError listing missing, doubled and unknown names,
         and the engine refuses to generate until a complete load succeeded."""
 
+    def fetch_weights(self, source: WeightSource, version: int) -> None:
+        """Load one update from where the trainer offers it. On any error the trainer is told, and the engine stays
+        unusable until the next complete update."""
+        if self._receiver is None:
+            self._receiver = source.receiver()  # lives on: what it maps is costly
+        self._receiver.pull(self, version)
+
     @abstractmethod
     def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         """log p of every token of each sequence (0.0 for the first) under the current weights: the probe
@@ -180,8 +203,8 @@ class RolloutEngine(ABC):
         """Free what generation needs while the trainer works."""
 
     @abstractmethod
-    def wake(self) -> None:
-        """Undo sleep."""
+    def wake(self, part: Literal["all", "weights", "cache"] = "all") -> None:
+        """Undo sleep: `weights` before an update, `cache` after it, when the trainer has left the device."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -135,8 +135,18 @@ class Denominators:
 class PolicyOutput:
     """What the forward pass hands to a loss. `log_probs` [T] float32 carries gradient;
     `entropy` [T] float32 is None unless asked for (with gradient when `entropy_grad`).
-    `routes` [T, layers, K] int16 are those of a scoring pass that was told to record them."""
+    `routes` [T, layers, K] int16 are those of a scoring pass that was told to record them, `sum_pi_squared` [T]
+    float32 those of one that was asked for it."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
     routes: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+
+
+@dataclass
+class ValueOutput:
+    """What the forward pass of a value model hands to a loss. `values` [T] float32 carries gradient; entry t is the
+    value of the state before token t was emitted, by the alignment rule from row t-1, and 0 at first tokens."""
+
+    values: Tensor

@@ -17,16 +17,20 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from bridge.models.value import SCORE, SCORE_BIAS
 from engines.attention import packed_attention, sparse_packed_attention
-from engines.batch import TrainBatch
-from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
+from engines.batch import PolicyOutput, TrainBatch
+from engines.logprobs import next_token_labels, rows_to_tokens, sum_pi_squared, token_log_probs
 from engines.sparse_index import Indexer, IndexInputs, check_version, choose_packed, hand_over_indexers
 from engines.spec import ModelSpec
+from engines.value_head import ValueHead
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "engine_attention"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Live name, where a value head hangs in the place of the vocabulary's, and name on disk.
+VALUE_HEAD_NAMES = {"lm_head.weight": SCORE, "lm_head.bias": SCORE_BIAS}
 # Families whose live `experts.gate_up_proj` [E, 2F, D] (gate rows first) and `experts.down_proj` [E, D, F]
 # are saved as `experts.{e}.{gate,up,down}_proj.weight`.
 FUSED_EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
@@ -118,16 +122,21 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
         )
     for key, value in overrides.items():
         setattr(config, key, value)
+    if spec.head == "value":
+        config.tie_word_embeddings = False
     return config
 
 
 def build_on_meta(spec: ModelSpec, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model without any memory behind its parameters; see `materialize`."""
+    """The causal language model without any memory behind its parameters; see `materialize`. A value model is one
+    whose head has a single row: every family has such a class, and few have one for token classification."""
     check_version(PretrainedConfig.get_config_dict(spec.path)[0].get("model_type", ""))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             read_config(spec), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=spec.trust_remote_code
         )
+        if spec.head == "value":
+            model.set_output_embeddings(ValueHead(model.get_output_embeddings().in_features, "meta", dtype))
     hand_over_indexers(model)
     _choose_experts_kernel(model)
     _keep_float32_buffers(model)
@@ -164,25 +173,43 @@ def materialize(model: PreTrainedModel, device: torch.device | str) -> None:
 
 
 def packed_log_probs(
-    model: nn.Module, batch: TrainBatch, device: torch.device, temperature: float, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """log p of every token given the earlier ones of its sequence, and the entropy it was drawn from.
+    model: nn.Module,
+    batch: TrainBatch,
+    device: torch.device,
+    temperature: float,
+    entropy: bool = False,
+    squares: bool = False,
+) -> PolicyOutput:
+    """log p of every token given the earlier ones of its sequence, and the entropy and (with `squares`) the sum of
+    squared probabilities of what it was drawn from.
 
-    Both [T] float32 on `device`, 0 at first tokens, differentiable; entropy is None unless asked for.
+    All [T] float32 on `device`, 0 at first tokens, the first two differentiable; None unless asked for.
     """
-    input_ids_T, cu_seqlens = batch.input_ids.to(device), batch.cu_seqlens.cpu()
-    logits_1TV = model(
-        input_ids=input_ids_T.unsqueeze(0),
-        position_ids=batch.position_ids.to(device).unsqueeze(0),
-        use_cache=False,
-        attend=PackedAttend(cu_seqlens),
-    ).logits
-    cuts = cu_seqlens.to(device)
-    values = token_log_probs(
+    input_ids_T, cuts = batch.input_ids.to(device), batch.cu_seqlens.to(device)
+    logits_1TV = _packed_logits(model, batch, device)
+    log_probs_T, entropy_T = token_log_probs(
         logits_1TV[0], next_token_labels(input_ids_T, cuts), temperature=temperature, entropy=entropy
     )
-    log_probs_T, entropy_T = (None if value is None else rows_to_tokens(value, cuts) for value in values)
-    return log_probs_T, entropy_T
+    squares_T = sum_pi_squared(logits_1TV[0], temperature=temperature) if squares else None
+    log_probs_T, entropy_T, squares_T = (
+        None if x is None else rows_to_tokens(x, cuts) for x in (log_probs_T, entropy_T, squares_T)
+    )
+    return PolicyOutput(log_probs_T, entropy_T, sum_pi_squared=squares_T)
+
+
+def packed_values(model: nn.Module, batch: TrainBatch, device: torch.device) -> Tensor:
+    """[T] float32 on `device`: what the value model expects of a sequence before each of its tokens."""
+    return rows_to_tokens(_packed_logits(model, batch, device).flatten(), batch.cu_seqlens.to(device))
+
+
+def _packed_logits(model: nn.Module, batch: TrainBatch, device: torch.device) -> Tensor:
+    """[1, T, V], of a value model [1, T, 1]."""
+    return model(
+        input_ids=batch.input_ids.to(device).unsqueeze(0),
+        position_ids=batch.position_ids.to(device).unsqueeze(0),
+        use_cache=False,
+        attend=PackedAttend(batch.cu_seqlens.cpu()),
+    ).logits
 
 
 @dataclass(frozen=True)
@@ -197,7 +224,7 @@ class DiskTensor:
 
 def disk_layout(model: PreTrainedModel) -> list[DiskTensor]:
     """Every tensor of the file form in the model's own order; together they cover each live tensor once."""
-    layout = []
+    layout, renamed = [], VALUE_HEAD_NAMES if has_value_head(model) else {}
     for live, tensor in model.state_dict().items():
         if live in model.all_tied_weights_keys:
             continue
@@ -205,7 +232,7 @@ def disk_layout(model: PreTrainedModel) -> list[DiskTensor]:
         if stem.endswith(".experts") and kind in ("gate_up_proj", "down_proj"):
             layout += _expert_tensors(stem, kind, tuple(tensor.shape), model.config.model_type)
         else:
-            layout.append(DiskTensor(live, live, (), tuple(tensor.shape)))
+            layout.append(DiskTensor(renamed.get(live, live), live, (), tuple(tensor.shape)))
     return layout
 
 
@@ -225,6 +252,10 @@ def _expert_tensors(stem: str, kind: str, shape: tuple[int, ...], family: str) -
                 yield DiskTensor(f"{stem}.{e}.{part}.weight", f"{stem}.{kind}", (e, cut), (half, columns))
 
 
+def has_value_head(model: PreTrainedModel) -> bool:
+    return isinstance(model.get_output_embeddings(), ValueHead)
+
+
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Tied tensor -> the tensor it must equal; a file may hold the former or leave it out."""
     return dict(model.all_tied_weights_keys)
@@ -232,7 +263,9 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 def is_ignorable(model: PreTrainedModel, name: str) -> bool:
     """True for names a file may hold although the model has no place for them: rotary caches, layers that predict
-    further tokens, indexers of layers that use another one's choice."""
+    further tokens, indexers of layers that use another one's choice, the vocabulary's head beside a value head."""
+    if has_value_head(model) and name == "lm_head.weight":
+        return True
     match = re.match(r"model\.layers\.(\d+)\.(self_attn\.indexer\.)?", name)
     if match:
         layer, config = int(match[1]), model.config.to_dict()

@@ -14,6 +14,8 @@ ranks that do not own the target.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,19 +56,72 @@ def token_log_probs(
     vocab_size       real vocabulary; columns from there on are padding and never count
     chunk            rows handled at once; chosen by size when None
     """
+    rows = logits_TV_local.shape[0]
+    assert labels_T.shape == (rows,), f"labels have shape {tuple(labels_T.shape)}, logits have {rows} rows"
+    cut = _vocabulary_cut(logits_TV_local, group, vocab_size, chunk)
+    log_probs_T, entropy_T = _TokenLogProbs.apply(
+        logits_TV_local, labels_T - cut.first, 1.0 / temperature, cut.group, cut.valid, entropy, cut.chunk
+    )
+    return log_probs_T, entropy_T if entropy else None
+
+
+@torch.no_grad()
+def sum_pi_squared(
+    logits_TV_local: Tensor,
+    *,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """[T] float32: sum_v p_v^2 = exp(lse(2z) - 2 lse(z)) of row t, without gradient; arguments as in token_log_probs.
+
+    It is the chance that two draws agree: 1 for a certain row, 1 / V for a uniform one.
+    """
+    cut = _vocabulary_cut(logits_TV_local, group, vocab_size, chunk)
+    rows = logits_TV_local.shape[0]
+    max_T = torch.full((rows,), torch.finfo(torch.float32).min, device=logits_TV_local.device)
+    sums_2T = torch.zeros(2, rows, device=logits_TV_local.device)
+    work = _Workspace(logits_TV_local, cut.valid, cut.chunk, 1.0 / temperature)
+    for part in work.chunks:
+        z_CV = work.scaled(part)
+        max_T[part] = z_CV.amax(1)
+        e_CV = z_CV.sub_(max_T[part, None]).exp_()
+        sums_2T[0, part] = e_CV.sum(1)
+        sums_2T[1, part] = e_CV.square_().sum(1)
+    if cut.group is not None:
+        local_max_T = max_T.clone()
+        dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=cut.group)
+        scale_T = (local_max_T - max_T).exp()
+        sums_2T *= torch.stack([scale_T, scale_T.square()])
+        dist.all_reduce(sums_2T, group=cut.group)
+    return sums_2T[1] / sums_2T[0].square()
+
+
+@dataclass(frozen=True)
+class _VocabularyCut:
+    """This rank's columns begin with `first` and the first `valid` of them are real; `group` is None on one rank."""
+
+    first: int
+    valid: int
+    chunk: int
+    group: dist.ProcessGroup | None
+
+
+def _vocabulary_cut(
+    logits_TV_local: Tensor, group: dist.ProcessGroup | None, vocab_size: int | None, chunk: int | None
+) -> _VocabularyCut:
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     rows, local = logits_TV_local.shape
     vocab_size = local * size if vocab_size is None else vocab_size
     assert vocab_size <= local * size, f"vocab_size {vocab_size} exceeds the {size} x {local} columns given"
-    assert labels_T.shape == (rows,), f"labels have shape {tuple(labels_T.shape)}, logits have {rows} rows"
-    first = rank * local
-    valid = min(max(vocab_size - first, 0), local)
     elements = _CHUNK_ELEMENTS.get(logits_TV_local.device.type, _CHUNK_ELEMENTS_ELSEWHERE)
-    chunk = min(chunk or max(1, elements // local), rows)
-    log_probs_T, entropy_T = _TokenLogProbs.apply(
-        logits_TV_local, labels_T - first, 1.0 / temperature, group if size > 1 else None, valid, entropy, chunk
+    return _VocabularyCut(
+        first=rank * local,
+        valid=min(max(vocab_size - rank * local, 0), local),
+        chunk=min(chunk or max(1, elements // local), rows),
+        group=group if size > 1 else None,
     )
-    return log_probs_T, entropy_T if entropy else None
 
 
 class _TokenLogProbs(torch.autograd.Function):

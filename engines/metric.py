@@ -58,17 +58,17 @@ def merge(parts: Iterable[Metrics]) -> Metrics:
     return merged
 
 
-def optimizer_metrics(grad_norm: float, lr: float, applied: bool, dp_rank: int) -> Metrics:
+def optimizer_metrics(role: str, grad_norm: float, lr: float, applied: bool, dp_rank: int) -> Metrics:
     """What both engines report of an optimizer step. A step is skipped (not `applied`) on all ranks alike when
     a loss or the gradient norm is not finite; the verdict is the same everywhere, so one DP share counts it."""
     if not applied:
         logger.warning(
-            "gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", grad_norm
+            "%s: gradient norm %s or a loss is not finite: this optimizer step is skipped on all ranks", role, grad_norm
         )
     return {
-        "actor/grad_norm": Metric("mean", grad_norm),
-        "actor/lr": Metric("last", lr),
-        "actor/nonfinite_grad_steps": Metric("count", float(not applied and dp_rank == 0)),
+        f"{role}/grad_norm": Metric("mean", grad_norm),
+        f"{role}/lr": Metric("last", lr),
+        f"{role}/nonfinite_grad_steps": Metric("count", float(not applied and dp_rank == 0)),
     }
 
 

@@ -1,6 +1,7 @@
-"""How much better than expected was each sampled token? Pure functions and the ADVANTAGES table.
+"""How much better than expected was each sampled token? The ADVANTAGES table, and estimators with one value per
+sample; those with one per token are in advantage_tokens.py.
 
-Shape legend: T packed tokens, B samples, G samples of one prompt (one uid), L model tokens of the longest sample.
+Shape legend: T packed tokens, B samples.
 
 Statistics run in float64 and use `math.fsum`, so the order of the samples cannot change a result.
 """
@@ -17,9 +18,10 @@ from torch import Tensor
 
 from engines.metric import Metric, Metrics
 from trainer.advantage_input import AdvantageInput, AdvantageOptions
+from trainer.advantage_tokens import gae, optimal_token_baseline, reinforce, reinforce_plus_plus, remax
+from trainer.whitening import whiten, whiten_by_domain
 
 EPS = 1e-6  # added to a standard deviation before dividing
-WHITEN_EPS = 1e-8  # added to a variance before its square root
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,36 @@ Estimator = Callable[[AdvantageInput, AdvantageOptions], tuple[Tensor, Tensor]]
 
 
 def compute_advantages(name: str, samples: AdvantageInput, options: AdvantageOptions) -> AdvantageResult:
-    """Estimate, whiten where the estimator asks for it, mask. `name` is a key of ADVANTAGES or "module:function"."""
+    """Estimate, whiten, shift, clip, mask. `name` is a key of ADVANTAGES or "module:function"."""
     raw_T, returns_T = find_estimator(name)(samples, options)
-    advantages_T = _whiten_in_scope(raw_T, samples, options) if name in WHITENED else raw_T
-    mask_T = samples.mask_T
+    advantages_T, mask_T = raw_T, samples.mask_T
+    if name in WHITENED or options.whiten_advantages:
+        advantages_T = _whiten_in_scope(raw_T, samples, options)
+    if samples.shift is not None:
+        advantages_T = advantages_T + samples.broadcast(samples.shift) * samples.baseline_T
+    metrics = _group_metrics(samples)
+    if options.advantage_clip:
+        bound, valid = options.advantage_clip, advantages_T[mask_T]
+        metrics["critic/advantage_clip_frac"] = Metric("mean", float((valid.abs() > bound).sum()), valid.numel())
+        advantages_T = advantages_T.clamp(-bound, bound)
+    described = {"advantages": advantages_T, "raw_advantages": raw_T, "returns": returns_T}
+    if "values" in (samples.extras_T or {}):
+        described["values"] = samples.extras_T["values"]
+    for label, values_T in described.items():
+        metrics |= _spread(f"critic/{label}", values_T[mask_T])
 
     def finish(values_T: Tensor) -> Tensor:
         return torch.where(mask_T, values_T, 0.0).float()
 
-    metrics = _group_metrics(samples)
-    for label, values_T in (("advantages", advantages_T), ("raw_advantages", raw_T), ("returns", returns_T)):
-        metrics |= _spread(f"critic/{label}", values_T[mask_T])
     return AdvantageResult(finish(advantages_T), finish(returns_T), metrics)
+
+
+def _whiten_in_scope(values_T: Tensor, samples: AdvantageInput, options: AdvantageOptions) -> Tensor:
+    mask_T = samples.mask_T & samples.baseline_T  # a sample outside the set keeps its 0
+    if options.whiten_scope == "batch":
+        return whiten(values_T, mask_T)
+    assert samples.domains is not None, "whiten_scope=domain needs the domain of every sample"
+    return whiten_by_domain(values_T, mask_T, samples.lengths, samples.domains)
 
 
 def find_estimator(name: str) -> Estimator:
@@ -73,9 +93,6 @@ def find_estimator(name: str) -> Estimator:
             "expected a function (AdvantageInput, AdvantageOptions) -> (advantages_T, returns_T); correct the name"
         )
     return loaded[function]
-
-
-# --- estimators with one value per sample ---------------------------------------------------------------------
 
 
 def grpo(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
@@ -157,106 +174,24 @@ def reinforce_plus_plus_baseline(samples: AdvantageInput, options: AdvantageOpti
     return _per_sample(samples, options, advantages)
 
 
-# --- estimators with one value per token ----------------------------------------------------------------------
-
-
-def reinforce_plus_plus(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Discounted return of each token, whitened over the batch: ret_t = r_t + gamma ret_{t+1} (arXiv 2501.03262)."""
-    returns_T = _returns(samples, options.gamma) * samples.baseline_T
-    return returns_T, returns_T
-
-
-def remax(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Return to go minus the score of one greedy answer to the same prompt (arXiv 2310.10505)."""
-    assert samples.greedy_scores is not None, "remax needs greedy_scores: one greedy answer per prompt"
-    returns_T = _returns(samples, 1.0) * samples.baseline_T
-    return returns_T - samples.broadcast(samples.greedy_scores) * samples.baseline_T, returns_T
-
-
-def optimal_token_baseline(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Return to go minus the variance-optimal baseline of each token position (arXiv 2602.07078).
-
-    B_t = sum_j G_jt W_jt / sum_j W_jt over the samples of the group that have a t-th model token, with
-    W_jt = sum_{s<=t} (1 - 2 pi_s + sum_v pi_v^2) rho_s^2. Where one sample alone still has tokens B_t = 0.
-    """
-    extras = samples.extras_T or {}
-    missing = {"old_log_probs", "sum_pi_squared"} - extras.keys()
-    assert not missing, f"optimal_token_baseline needs the token tensors {sorted(missing)}"
-    rho_T = extras["rollout_is_weights"].double() if "rollout_is_weights" in extras else 1.0
-    power_T = (1 - 2 * extras["old_log_probs"].double().exp() + extras["sum_pi_squared"].double()).clamp_min(0)
-    power, returns = samples.rows(power_T * rho_T**2), samples.rows(_returns(samples, 1.0))
-    masks = samples.rows(samples.model_mask_T)
-    advantages = [torch.zeros(length, dtype=torch.float64) for length in samples.lengths]
-    for rows in samples.groups():
-        if len(rows) == 1 and options.singleton == "zero":
-            continue
-        returns_GL = _stack([returns[row][masks[row]] for row in rows])
-        weights_GL = _stack([power[row][masks[row]].cumsum(0) for row in rows])
-        present_GL = _stack([masks[row][masks[row]] for row in rows])
-        centred_GL = _centre_positions(returns_GL, weights_GL, present_GL)
-        for row, values_L in zip(rows, centred_GL, strict=True):
-            advantages[row][masks[row]] = values_L[: int(masks[row].sum())]
-    return torch.cat(advantages), torch.cat(returns) * samples.baseline_T
-
-
-def _stack(rows: list[Tensor]) -> Tensor:
-    """[G, L] from G rows of different lengths, padded with zeros."""
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def _centre_positions(returns_GL: Tensor, weights_GL: Tensor, present_GL: Tensor) -> Tensor:
-    """Subtract the weighted mean of each column; equal columns are exactly 0, lone entries stay."""
-    # A column of zero weight holds only certain tokens, whose gradient is zero: any baseline is right there.
-    weights_GL = torch.where(weights_GL.sum(0) > 0, weights_GL, 1.0) * present_GL
-    baseline_L = (returns_GL * weights_GL).sum(0) / weights_GL.sum(0)
-    highest_L = returns_GL.masked_fill(~present_GL, -math.inf).amax(0)
-    lowest_L = returns_GL.masked_fill(~present_GL, math.inf).amin(0)
-    baseline_L = torch.where(highest_L == lowest_L, highest_L, baseline_L)
-    return returns_GL - torch.where(present_GL.sum(0) > 1, baseline_L, 0.0)
-
-
 ADVANTAGES: dict[str, Estimator] = {
+    "gae": gae,
     "grpo": grpo,
     "rloo": rloo,
     "opo": opo,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
+    "reinforce": reinforce,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "optimal_token_baseline": optimal_token_baseline,
     "tir_optimal_token_baseline": optimal_token_baseline,
 }
-WHITENED = frozenset({"reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+WHITENED = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
 
 
 # --- shared pieces --------------------------------------------------------------------------------------------
-
-
-def whiten(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) with ddof 1 over the masked entries; 0 elsewhere.
-
-    Fewer than two entries stay as they are; equal entries become exactly 0.
-    """
-    valid = values_T[mask_T]
-    if valid.numel() >= 2:
-        if valid.max() == valid.min():
-            return torch.zeros_like(values_T)
-        values_T = (values_T - valid.mean()) / torch.sqrt(valid.var() + WHITEN_EPS)
-    return torch.where(mask_T, values_T, 0.0)
-
-
-def _whiten_in_scope(values_T: Tensor, samples: AdvantageInput, options: AdvantageOptions) -> Tensor:
-    mask_T = samples.mask_T & samples.baseline_T  # a sample outside the set keeps its 0
-    if options.whiten_scope == "batch":
-        return whiten(values_T, mask_T)
-    assert samples.domains is not None, "whiten_scope=domain needs the domain of every sample"
-    result_T = torch.zeros_like(values_T)
-    lengths_B = torch.tensor(samples.lengths)
-    for domain in sorted(set(samples.domains)):
-        member_T = torch.repeat_interleave(torch.tensor([d == domain for d in samples.domains]), lengths_B)
-        result_T += whiten(values_T, mask_T & member_T)
-    return result_T
 
 
 def _per_sample(
@@ -279,18 +214,6 @@ def _per_sample(
                 values[row] = value
     advantages_T = samples.broadcast(values)
     return advantages_T, advantages_T
-
-
-def _returns(samples: AdvantageInput, gamma: float) -> Tensor:
-    """[T] float64 discounted reward to go; time counts model tokens only, other positions are 0."""
-    result: list[float] = []
-    for rewards, mask in zip(samples.rows(samples.rewards_T), samples.rows(samples.model_mask_T), strict=True):
-        running, backwards = 0.0, []
-        for reward, is_model in zip(reversed(rewards.tolist()), reversed(mask.tolist()), strict=True):
-            running = reward + gamma * running if is_model else running
-            backwards.append(running if is_model else 0.0)
-        result.extend(reversed(backwards))
-    return torch.tensor(result, dtype=torch.float64)
 
 
 def _mean(values: list[float]) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
+from hashlib import blake2b
 from itertools import pairwise
 
 import torch
@@ -25,6 +26,7 @@ def build_batch(samples: Sequence[Sample]) -> TrainBatch:
              rollout_log_probs  the sampler's log-probs on response tokens, 0 elsewhere; nan for every response
                                 token of a sample that came without any
     samples  index              0..B-1
+             key                int64 from uid and sample index: the same for a sample in every batch
 
     Example, prompt [7, 8] with response [9] scored -0.5: input_ids 7 8 9, loss_mask 0 0 1, log-probs 0 0 -0.5.
     """
@@ -45,7 +47,13 @@ def build_batch(samples: Sequence[Sample]) -> TrainBatch:
         log_probs.append([0.0] * len(prompt) + scores)
     batch = TrainBatch.pack(sequences, loss_mask=masks, rollout_log_probs=log_probs)
     batch.samples["index"] = torch.arange(len(batch))
+    batch.samples["key"] = torch.tensor([sample_key(sample.uid, sample.index) for sample in samples])
     return batch
+
+
+def sample_key(uid: str, index: int) -> int:
+    """63 bits that name a sample wherever it stands; python's own hash of a text changes from run to run."""
+    return int.from_bytes(blake2b(f"{uid}/{index}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def denominators(batch: TrainBatch) -> Denominators:

@@ -9,22 +9,21 @@ from pathlib import Path
 
 from engines import check_train_engine
 from engines.device import get_device
-from engines.spec import RolloutEngineSpec, TrainEngineSpec
-from engines.transport.shm import Address
-from trainer import checkpoint, wiring
-from trainer.advantage import AdvantageOptions, find_estimator
-from trainer.cluster import Cluster, Pool, WorkerGroup, wait
+from trainer import checkpoint, wiring, wiring_credit, wiring_loss
+from trainer.advantage import find_estimator
+from trainer.cluster import Cluster
 from trainer.config import Config, Loaded, diff, fingerprint, save_config
+from trainer.config.schema_reward import SCORER_FIELDS
 from trainer.consistency import ConsistencyLimits, ConsistencyMonitor
 from trainer.console import Console
 from trainer.loop import Plan, Rooms, Trainer
-from trainer.loss import LossOptions, PolicyLoss
+from trainer.loss import PolicyLoss
 from trainer.metrics import MetricLog
+from trainer.placement import Roles, start_workers
 from trainer.policy import Policy
-from trainer.prompts import PromptEncoder, PromptSource, load_rows, load_tokenizer, write_report
-from trainer.reward import SCORED_DOMAINS, CustomSpec, DomainSpec, OverlongSpec, RewardManager
-from trainer.rollout import RolloutGroup
-from trainer.workers import RolloutWorker, TrainWorker
+from trainer.prompts import PromptSource, read_sources, report_text, write_report
+from trainer.reward import SCORED_DOMAINS, TIMEOUT_S, CustomSpec, DomainSpec, OverlongSpec, RewardManager
+from trainer.sample_weights import check_difficulties
 
 log = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -71,12 +70,10 @@ def build(loaded: Loaded) -> Trainer:
     check_reach(config)
     run_dir = Path(settings.default_local_dir)
     resume_from = checkpoint.find(run_dir, settings.resume_mode, settings.resume_from_path)
-    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path, config.data.trust_remote_code)
-    encoder = PromptEncoder(tokenizer, dict(config.data.apply_chat_template_kwargs))
-    prompts, val_prompts = _prompts(config, encoder, "train"), _prompts(config, encoder, "val")
+    data = read_sources(config, _domains(config), _scorers(config))
     device = get_device(config.derived.device).kind
-    eos = wiring.eos_token_ids(config.actor_rollout_ref.model.path, tokenizer.eos_token_id)
-    plan = _plan(config, prompts, eos)
+    eos = wiring.eos_token_ids(config.actor_rollout_ref.model.path, data.encoder.tokenizer.eos_token_id)
+    plan = _plan(config, data.train, eos)
     actor = wiring.actor_spec(config, device, plan.total_steps)
     reference = wiring.reference_spec(config, device)
     for spec in filter(None, (actor, reference)):
@@ -90,7 +87,7 @@ def build(loaded: Loaded) -> Trainer:
             log.warning("going on from %s; the later checkpoint is now %s", resume_from, folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     save_config(loaded, run_dir)
-    write_report(run_dir, prompts, val_prompts)
+    log.info(report_text(write_report(run_dir, data.train, data.validation, config.data.length_bucket)))
     resume_step = checkpoint.read_state(resume_from)["step"] if resume_from else 0
     metrics = MetricLog(run_dir, tuple(settings.logger), resume_step)
     console = Console(enabled="console" in settings.logger)
@@ -98,23 +95,33 @@ def build(loaded: Loaded) -> Trainer:
     with ExitStack() as undo, console.phase("starting workers", {}, "start"):
         rewards = _rewards(config)
         undo.callback(rewards.close)
-        cluster = Cluster(_processes(config), _worker_env(config), dict(config.ray_kwargs.ray_init.runtime_env))
+        place = wiring.placement(config)
+        cluster = Cluster(place.bundles, _worker_env(config), dict(config.ray_kwargs.ray_init.runtime_env))
         undo.callback(cluster.shutdown)
-        train, rollout, address = _start_workers(config, cluster, actor, reference, wiring.rollout_spec(config, device))
+        roles = Roles(actor, reference, wiring.rollout_spec(config, device), wiring.sync_spec(config, device))
+        train, rollout = start_workers(cluster, place, roles, float(config.actor_rollout_ref.nccl_timeout))
         rooms = Rooms(
-            prompts=prompts,
-            val_prompts=val_prompts,
-            encoder=encoder,
+            prompts=data.train,
+            val_prompts=data.validation,
+            encoder=data.encoder,
             rewards=rewards,
             cluster=cluster,
             policy=Policy(train, settings.balance_batch),
-            rollout=RolloutGroup(rollout, address),
+            rollout=rollout,
             monitor=ConsistencyMonitor(_consistency(config)),
             console=console,
             metrics=metrics,
         )
         undo.pop_all()  # from here on Trainer.close does it
     return Trainer(config, plan, rooms, run_dir, resume_from)
+
+
+def report_data(config: Config) -> str:
+    """Read and check all data, write the report into the run folder, and return it as text. Starts nothing."""
+    check_reach(config)
+    data = read_sources(config, _domains(config), _scorers(config))
+    run_dir = Path(config.trainer.default_local_dir)
+    return report_text(write_report(run_dir, data.train, data.validation, config.data.length_bucket))
 
 
 def set_aside(run_dir: Path) -> None:
@@ -160,41 +167,6 @@ def check_reach(config: Config) -> None:
             f"got actor_rollout_ref.model.path={path}; expected a local model directory with config.json; "
             "download the model first: weights are never fetched at run time"
         )
-    nodes = max(config.trainer.nnodes, config.actor_rollout_ref.rollout.nnodes)
-    if nodes > 1:
-        raise ValueError(
-            f"got {nodes} nodes; expected 1: weights travel to the rollout through the shared memory of one machine, "
-            "other transports are not built yet; set trainer.nnodes=1"
-        )
-
-
-def _prompts(config: Config, encoder: PromptEncoder, part: str) -> PromptSource:
-    data = config.data
-    is_train = part == "train"
-    rows = load_rows(
-        list(data.train_files if is_train else data.val_files),
-        dataset_dir=data.dataset_dir,
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
-        files_key=f"data.{part}_files",
-        domains=_domains(config),
-        **_scorers(config),
-        max_samples=data.train_max_samples if is_train else data.val_max_samples,
-        missing_id=data.missing_id,
-        duplicate_ids=data.duplicate_ids,
-        max_line_bytes=data.max_line_bytes,
-        max_reported_errors=data.max_reported_errors,
-    )
-    return PromptSource(
-        rows,
-        encoder,
-        batch_size=data.train_batch_size if is_train else 1,
-        shuffle=data.shuffle if is_train else data.validation_shuffle,
-        seed=data.seed if data.seed is not None else config.trainer.seed,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong=data.filter_overlong_prompts,
-    )
 
 
 def _scorers(config: Config) -> dict:
@@ -202,7 +174,8 @@ def _scorers(config: Config) -> dict:
     function = config.reward.custom_reward_function
     if function.path is not None and function.domains is None:
         return {"custom_reward": True}
-    return {"scorers": (*SCORED_DOMAINS, *(function.domains or ()))}
+    built_in = [domain for domain in SCORED_DOMAINS if domain != "llm_judge" or domain in config.rewards]
+    return {"scorers": (*built_in, *(function.domains or ()))}
 
 
 def _domains(config: Config) -> dict[str, DomainSpec]:
@@ -210,9 +183,9 @@ def _domains(config: Config) -> dict[str, DomainSpec]:
         name: DomainSpec(
             tags=tuple(domain.tag_included),
             world_size=domain.world_size or 0,
-            timeout_s=domain.timeout_s,
+            timeout_s=domain.timeout_s or TIMEOUT_S.get(name, DomainSpec.timeout_s),
             score_map=tuple(domain.score_map),
-            options={"answer": domain.answer, "require_box": domain.require_box},
+            options={field: vars(domain)[field] for field in SCORER_FIELDS.get(name, ())},
         )
         for name, domain in config.rewards.items()
     }
@@ -236,26 +209,13 @@ def _rewards(config: Config) -> RewardManager:
 
 
 def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
-    actor = config.actor_rollout_ref.actor
     find_estimator(config.algorithm.adv_estimator)  # a wrong name fails here, not after the first rollout
+    credit = wiring_credit.credit_options(config, wiring_loss.correction_options(config))
+    if credit.weights.difficulty == "field":
+        check_difficulties(prompts.rows)
     steps = config.trainer.total_training_steps
     if steps is None:
         steps = prompts.batches_in(config.trainer.total_epochs)
-    loss = LossOptions(
-        loss_mode=actor.policy_loss.loss_mode,
-        clip_ratio_low=actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor or config.data.max_response_length,
-        use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
-        entropy_coeff=actor.entropy_coeff,
-        tau_pos=actor.tau_pos,
-        tau_neg=actor.tau_neg,
-        dro_beta=actor.policy_loss.dro_beta,
-    )
     return Plan(
         total_steps=steps,
         sampling=wiring.sampling(config, eos),
@@ -264,23 +224,16 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
         score_reference=wiring.reference_options(config),
         update=wiring.update_options(config),
         routes=wiring.route_options(config),
-        advantage=AdvantageOptions(
-            norm_adv_by_std_in_grpo=config.algorithm.norm_adv_by_std_in_grpo,
-            singleton="reward" if config.actor_rollout_ref.rollout.n == 1 else "zero",
-        ),
-        loss=PolicyLoss(loss),
+        separate=wiring.is_separate(config),
+        **wiring.pace(config),
+        credit=credit,
+        loss=PolicyLoss(wiring_loss.loss_options(config)),
     )
 
 
 def _consistency(config: Config) -> ConsistencyLimits:
     limits = config.trainer.consistency
     return ConsistencyLimits(healthy_mean=limits.mean, patience=limits.patience, fail_mean=limits.fail_mean)
-
-
-def _processes(config: Config) -> int:
-    """Bundles to reserve: colocated rollout replicas live in those of the training ranks."""
-    separate = 0 if config.actor_rollout_ref.hybrid_engine else config.derived.rollout_replicas
-    return config.derived.world_size + separate
 
 
 def _worker_env(config: Config) -> dict[str, str]:
@@ -290,37 +243,3 @@ def _worker_env(config: Config) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **{name: str(value) for name, value in config.trainer.env.items()},
     }
-
-
-def _start_workers(
-    config: Config,
-    cluster: Cluster,
-    actor: TrainEngineSpec,
-    reference: TrainEngineSpec | None,
-    rollout_spec: RolloutEngineSpec,
-) -> tuple[WorkerGroup, WorkerGroup, Address]:
-    """Training ranks and rollout replicas, ready; and where the rollout side finds its weights."""
-    world, replicas = config.derived.world_size, config.derived.rollout_replicas
-    resource = get_device(actor.device).ray_resource
-    sync = wiring.sync_spec(config)
-    train_place = cluster.place(Pool(world, resource))
-    # Colocated roles share the devices and take turns; separate ones own theirs.
-    shared = config.actor_rollout_ref.hybrid_engine
-    rollout_place = train_place if shared else cluster.place(Pool(replicas, resource))
-    share = 0.5 if shared else 1.0
-    threads = wiring.threads_per_process(world)
-    train = cluster.spawn(
-        "train", TrainWorker, train_place, [(rank, world, threads, actor, reference) for rank in range(world)], share
-    )
-    threads = wiring.threads_per_process(replicas)
-    rollout = cluster.spawn(
-        "rollout",
-        RolloutWorker,
-        rollout_place,
-        [(index, threads, rollout_spec, sync) for index in range(replicas)],
-        share,
-    )
-    rendezvous = train.start("rendezvous").wait()[0]
-    wait(train.start("build", rendezvous), rollout.start("ready"))
-    addresses = train.call("open_sync", replicas, sync)
-    return train, rollout, next(address for address in addresses if address is not None)

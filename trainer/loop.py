@@ -7,34 +7,38 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from engines.base import ForwardOptions, Prompt, SamplingParams
+from engines.base import ForwardOptions, SamplingParams
 from engines.batch import TrainBatch
 from engines.metric import Metric, Metrics
-from trainer import checkpoint, cluster
-from trainer.advantage import AdvantageOptions, compute_advantages
-from trainer.advantage_input import AdvantageInput
+from trainer import checkpoint
+from trainer.ahead import Ahead, InTurn
 from trainer.batching import build_batch, mini_batches
 from trainer.cluster import Cluster
+from trainer.collect import Collected, Collector
 from trainer.config import Config, fingerprint
 from trainer.consistency import ConsistencyMonitor, probability_difference
 from trainer.console import Console
+from trainer.credit import CreditOptions, CreditState, assign_credit
 from trainer.dumps import rollout_rows, write_jsonl
+from trainer.group_filter import DynamicSampling
+from trainer.length_penalty import penalise_scores
 from trainer.loss import PolicyLoss
 from trainer.metrics import MetricLog
 from trainer.policy import Policy
-from trainer.prompts import PromptEncoder, PromptItem, PromptSource
+from trainer.prompts import PromptEncoder, PromptSource
 from trainer.reward import RewardManager
 from trainer.rollout import RolloutGroup
 from trainer.routing import RouteOptions, Routes, check_routes
 from trainer.scored import Scored
-from trainer.step_metrics import response_metrics, step_performance
+from trainer.step_metrics import response_metrics, spread, step_performance
+from trainer.sync import WeightSync
 from trainer.validation import ValRecord, sample_table, summarise, write_samples
 
 log = logging.getLogger(__name__)
@@ -50,9 +54,20 @@ class Plan:
     score: ForwardOptions
     score_reference: ForwardOptions | None
     update: ForwardOptions
-    advantage: AdvantageOptions
+    credit: CreditOptions
     loss: PolicyLoss
     routes: RouteOptions | None = None
+    remax: bool = False  # every prompt also gets a greedy answer
+    filter: DynamicSampling | None = None
+    separate: bool = False  # the rollout has devices of its own
+    ahead: int = 0  # batches that are generated before they are needed
+    sync_every: int = 1  # training steps
+
+    @property
+    def max_staleness(self) -> int:
+        """Weight versions that a sample may be behind when it is trained on."""
+        carried = self.filter.options.max_staleness if self.filter is not None and self.filter.options.carry_over else 0
+        return self.ahead + self.sync_every - 1 + carried
 
 
 @dataclass(frozen=True)
@@ -76,10 +91,26 @@ class Trainer:
 
     def __init__(self, config: Config, plan: Plan, rooms: Rooms, run_dir: Path, resume_from: Path | None) -> None:
         self.config, self.plan, self.run_dir, self.resume_from = config, plan, run_dir, resume_from
-        self.prompts, self.encoder, self.rewards = rooms.prompts, rooms.encoder, rooms.rewards
+        self.prompts, self.rewards = rooms.prompts, rooms.rewards
         self.policy, self.rollout, self.cluster = rooms.policy, rooms.rollout, rooms.cluster
         self.monitor, self.console, self.metrics = rooms.monitor, rooms.console, rooms.metrics
         self.val_prompts = rooms.val_prompts
+        self.collector = Collector(
+            rooms.prompts,
+            rooms.encoder,
+            rooms.rollout,
+            rooms.rewards,
+            Console(enabled=False) if plan.ahead else rooms.console,
+            plan.sampling,
+            plan.filter,
+            plan.remax,
+            config.reward.max_failed_frac,
+        )
+        self.collected_state = self.collector.state_dict()
+        self.source = Ahead(self.collector.collect, plan.ahead) if plan.ahead else InTurn(self.collector.collect)
+        self.sync = WeightSync(self.policy, self.rollout)
+        self.rollout.restore = self._restore_weights
+        self.credit = CreditState(plan.credit)
         self.global_step = 0
         self.nonfinite_in_a_row = 0
         self.timings: dict[str, float] = {}
@@ -105,43 +136,37 @@ class Trainer:
         """One cycle. Rollouts of step k+1 come from the policy that step k leaves behind."""
         self.timings = {}
         with self._phase("step", "step"):
-            items = self.prompts.next_batch()  # 1 prompts
-            scored = self.generate_and_score(items)  # 2 rollout, 3 reward: scoring runs while others still decode
-            scored, routes = self.take_routes(scored)
+            collected = self.next_samples()  # 1 prompts, 2 rollout, 3 reward
+            scored, routes = self.take_routes(collected.scored)
             with self._training_turn():
                 batch, metrics = self.score_log_probs(scored, routes)
-                metrics |= self.compute_advantages(batch, scored)  # 4 advantage
-                metrics |= self.update_policy(batch, len(items))  # 5 update
+                metrics |= self.compute_advantages(batch, scored, collected.greedy)  # 4 advantage
+                metrics |= self.update_policy(batch, collected.num_prompts)  # 5 update
             self.global_step += 1
-            self.sync_weights()  # 6 weight sync
+            if self.global_step % self.plan.sync_every == 0:
+                self.sync_weights()  # 6 weight sync
         self._dump(batch, scored)
-        return self._row(metrics | response_metrics(scored), batch.num_tokens) | self.rewards.take_metrics()
+        metrics |= collected.metrics | response_metrics(scored)
+        return self._row(metrics, batch.num_tokens) | self.rewards.take_metrics()
 
     # --- the rooms --------------------------------------------------------------------------------------------
 
-    def generate_and_score(self, items: list[PromptItem], validation: bool = False) -> list[Scored]:
-        """All samples of the prompts in prompt order, each with its reward."""
-        sampling = self.plan.val_sampling if validation else self.plan.sampling
-        by_uid = {item.uid: item for item in items}
-        pending = {}
-        prompts = [Prompt(item.uid, item.token_ids) for item in items]
-        name = "validation" if validation else "rollout"
-        with self._phase(name, "testing" if validation else "gen", len(items) * sampling.n) as advance:
-            for sample in self.rollout.generate(prompts, sampling, self.global_step):
-                text, item = self.encoder.decode(sample.response_ids), by_uid[sample.uid]
-                future = self.rewards.submit(
-                    text, item.row, response_length=len(sample.response_ids), think_open=item.think_open
-                )
-                pending[sample.uid, sample.index] = (sample, text, future)
-                advance()
-        with self._phase("reward", "testing" if validation else "reward"):
-            scored = [
-                Scored(item, sample, text, future.result())
-                for item in items
-                for sample, text, future in (pending[item.uid, index] for index in range(sampling.n))
-            ]
-        self._check_failed(scored)
-        return scored
+    def next_samples(self) -> Collected:
+        """One step's samples; those of the next begin under the weights the rollout holds now, if it may run ahead."""
+        with self._waiting():
+            collected = self.source.take()
+        self.source.refill()
+        self.timings |= collected.timings
+        self.collected_state = collected.state
+        ages = [self.global_step - each.sample.weight_version for each in collected.scored]
+        if max(ages) > self.plan.max_staleness:
+            raise RuntimeError(
+                f"got samples {max(ages)} weight versions old at step {self.global_step + 1}; expected at most "
+                f"{self.plan.max_staleness}: the rollout missed an update"
+            )
+        collected.metrics |= spread("training/staleness", ages)
+        collected.scored = penalise_scores(collected.scored, self.plan.credit.length_penalty, self.global_step)
+        return collected
 
     def take_routes(self, scored: list[Scored]) -> tuple[list[Scored], Routes | None]:
         """The routes to replay, if they come from the rollout, and the samples with those marked that have none."""
@@ -175,13 +200,12 @@ class Trainer:
         entropy = {"actor/entropy": Metric("mean", float(entropy_T.double().sum()), entropy_T.numel())}
         return batch, metrics | difference | entropy | (routes.metrics if routes is not None else {})
 
-    def compute_advantages(self, batch: TrainBatch, scored: list[Scored]) -> Metrics:
+    def compute_advantages(self, batch: TrainBatch, scored: list[Scored], greedy: dict[str, float | None]) -> Metrics:
         with self._phase("advantages", "adv"):
-            scores = [each.result.score if each.counts else None for each in scored]
-            samples = AdvantageInput.from_batch(batch, scores, [each.item.uid for each in scored])
-            result = compute_advantages(self.config.algorithm.adv_estimator, samples, self.plan.advantage)
-            batch.tokens["advantages"] = result.advantages_T
-        return result.metrics
+            baselines = [greedy.get(each.item.uid) for each in scored] if self.plan.remax else None
+            return assign_credit(
+                batch, scored, self.plan.credit, self.credit, step=self.global_step, greedy_scores=baselines
+            )
 
     def update_policy(self, batch: TrainBatch, num_prompts: int) -> Metrics:
         """ppo_epochs passes over the mini-batches, one optimizer step each."""
@@ -198,21 +222,36 @@ class Trainer:
         return metrics
 
     def sync_weights(self) -> None:
-        """Training ranks -> rollout replicas; both ends verify and stamp version `global_step`."""
-        with self._phase("weight sync", "update_weights"):
-            push = self.policy.group.start("push_weights", self.global_step)
-            pull = self.rollout.group.start("pull_weights", self.rollout.address, self.global_step)
-            cluster.wait(push, pull)
-            self.policy.offload()
+        """The rollout gets the weights of version `global_step`; both ends verify."""
+        with self._rollout_paused(), self._phase("weight sync", "update_weights"):
+            sent = self.sync.update(self.global_step)
+        seconds = self.timings["timing_s/update_weights"]
+        self.timings["perf/update_weights_gbps"] = sent.nbytes / seconds / 1e9
+
+    @contextmanager
+    def _rollout_paused(self) -> Iterator[None]:
+        """Nothing is being generated inside."""
+        with ExitStack() as stack:
+            with self._waiting():
+                stack.enter_context(self.source.paused())
+            yield
+
+    def _waiting(self) -> AbstractContextManager:
+        """Time that the trainer has nothing to do but wait for samples."""
+        return self._phase("waiting for the rollout", "wait_rollout") if self.plan.ahead else nullcontext()
+
+    def _restore_weights(self, replicas: Sequence[int]) -> None:
+        """A replica came up in the middle of a step, perhaps while the trainer is in the middle of another."""
+        self.source.on_trainer(lambda: self.sync.restore(replicas, self.global_step))
 
     @contextmanager
     def _training_turn(self) -> Iterator[None]:
-        """Colocated roles take turns on the devices: the rollout frees its caches, the trainer comes back from
-        the host (where the configuration sent it). After the next sync it leaves again."""
-        self.rollout.sleep()
+        """Colocated roles take turns on the devices: the rollout frees its memory, the trainer comes back from the
+        host (where the configuration sent it). With the next sync they change places again."""
+        if not self.plan.separate:
+            self.rollout.each("sleep")
         self.policy.onload()
         yield
-        self.rollout.wake()
 
     # --- around the loop --------------------------------------------------------------------------------------
 
@@ -220,7 +259,9 @@ class Trainer:
         """Accuracy on the validation files with their own sampling (greedy unless val_kwargs say otherwise)."""
         records: list[ValRecord] = []
         for items in self.val_prompts.validation_batches(self.config.data.val_batch_size or len(self.val_prompts)):
-            records += [val_record(each) for each in self.generate_and_score(items, validation=True)]
+            with self._rollout_paused():
+                answers = self.collector.answer(items, self.plan.val_sampling, self.timings, validation=True)
+            records += [val_record(each) for each in answers]
         if self.config.trainer.validation_data_dir:
             write_samples(Path(self.config.trainer.validation_data_dir) / f"val_{self.global_step}.jsonl", records)
         if self.config.trainer.log_val_generations > 0:
@@ -234,7 +275,8 @@ class Trainer:
         contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
         state = {
             "step": self.global_step,
-            "cursor": self.prompts.state_dict(),
+            "collector": self.collected_state,
+            "credit": self.credit.state_dict(),
             "monitor": self.monitor.state_dict(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "metrics": self._complete(row),
@@ -254,6 +296,7 @@ class Trainer:
             return checkpoint.save(self.run_dir, self.global_step, state, write, keep)
 
     def close(self) -> None:
+        self.source.close()
         self.rewards.close()
         self.cluster.shutdown()
         self.metrics.close()
@@ -265,24 +308,15 @@ class Trainer:
         with self._phase("restore", "restore"):
             self.policy.restore(self.resume_from / "actor")
         self.global_step = state["step"]
-        self.prompts.load_state_dict(state["cursor"], allow_changed_files=self.config.data.allow_changed_files)
+        self.collected_state = state["collector"]
+        changed = self.config.data.allow_changed_files
+        self.collector.load_state_dict(self.collected_state, allow_changed_files=changed)
+        self.credit.load_state_dict(state["credit"])
         self.monitor.load_state_dict(state["monitor"])
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         if self.global_step not in self.metrics.csv.steps:  # killed after the save, before the row was written
             self.metrics.write(state["metrics"])
         self.console.say(f"resumed from {self.resume_from}: next is step {self.global_step + 1}")
-
-    def _check_failed(self, scored: list[Scored]) -> None:
-        """A few answers that cannot be scored are left out; many mean that scoring is broken."""
-        failed = [each for each in scored if each.result.failed]
-        limit = self.config.reward.max_failed_frac
-        if len(failed) > limit * len(scored):
-            last = failed[-1]
-            raise RuntimeError(
-                f"got {len(failed)} of {len(scored)} answers that could not be scored; expected at most "
-                f"reward.max_failed_frac={limit:g}; the last one, {last.item.uid}: {last.result.reason} "
-                f"{dict(last.result.extra)}; mend the scorer or raise the limit"
-            )
 
     def _check_finite(self, metrics: Metrics) -> None:
         """Stop after too many steps in a row without a finite gradient."""

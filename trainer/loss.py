@@ -10,94 +10,50 @@ gradients, and aggregation selects the others instead of multiplying by zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.metric import Metric, Metrics
-from trainer.kl import check_kl_type, kl_estimate
-from trainer.policy_loss import LOSSES, LossInput, sample_of_token, sum_by_sample
+from trainer.by_sample import sample_of_token, sum_by_sample
+from trainer.consistency import DIFF, LOG_DIFF
+from trainer.covariance import select_cov
+from trainer.kl import kl_estimate
+from trainer.loss_options import AGG_MODES, AggMode, LossOptions
+from trainer.policy_loss import LOSSES, SELECT_BY_COVARIANCE, LossInput, find_loss
 
-AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-AGG_MODES: tuple[str, ...] = get_args(AggMode)
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Names follow `actor_rollout_ref.actor.*`.
-
-    clip_ratio_low, clip_ratio_high  distances from 1 of the ratio interval (gspo: of the sample ratio; geo_mean: in
-                                     log space; dppo_*: divergence bounds)
-    clip_ratio_c                     dual clip of vanilla, None is off; ratio cap of dppo_*
-    loss_scale_factor                constant divisor of seq-mean-token-sum-norm, usually max_response_length
-    dro_beta                         strength of dro's quadratic penalty
-    """
-
-    loss_mode: str = "vanilla"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float | None = 3.0
-    loss_agg_mode: AggMode = "token-mean"
-    loss_scale_factor: float | None = None
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.001
-    kl_loss_type: str = "low_var_kl"
-    entropy_coeff: float = 0.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-    dro_beta: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.loss_mode not in LOSSES:
-            raise ValueError(
-                f"got policy_loss.loss_mode={self.loss_mode!r}; expected one of {sorted(LOSSES)}; correct the name"
-            )
-        if self.loss_agg_mode not in AGG_MODES:
-            raise ValueError(
-                f"got loss_agg_mode={self.loss_agg_mode!r}; expected one of {list(AGG_MODES)}; correct the name"
-            )
-        if self.loss_agg_mode == "seq-mean-token-sum-norm" and not (self.loss_scale_factor or 0) > 0:
-            raise ValueError(
-                f"got loss_agg_mode=seq-mean-token-sum-norm with loss_scale_factor={self.loss_scale_factor}; "
-                "expected a positive constant; set loss_scale_factor, for example to data.max_response_length"
-            )
-        if self.clip_ratio_low <= 0 or self.clip_ratio_high < 0:
-            raise ValueError(
-                f"got clip_ratio_low={self.clip_ratio_low}, clip_ratio_high={self.clip_ratio_high}; expected distances "
-                "from 1, low above 0 and high at least 0; correct them"
-            )
-        if self.loss_mode in ("vanilla", "gspo", "cispo") and self.clip_ratio_low > 1:
-            raise ValueError(
-                f"got clip_ratio_low={self.clip_ratio_low}; expected a distance in (0, 1], since a ratio is positive; "
-                "lower it (a limit of 0.1 is the distance 0.9)"
-            )
-        if self.clip_ratio_c is not None and self.clip_ratio_c <= 1:
-            raise ValueError(
-                f"got clip_ratio_c={self.clip_ratio_c}; expected more than 1, or null; raise it or set it to null"
-            )
-        if self.loss_mode == "dro" and not (self.dro_beta or 0) > 0:
-            raise ValueError(f"got loss_mode=dro with dro_beta={self.dro_beta}; expected a positive one; set dro_beta")
-        check_kl_type(self.kl_loss_type)
+__all__ = ["AGG_MODES", "LOSSES", "AggMode", "LossOptions", "PolicyLoss", "aggregate"]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """loss = policy loss + kl_loss_coef * KL - entropy_coeff * entropy; picklable, called by the engine.
+    """loss = policy loss + kl_loss_coef * KL - entropy_coeff * entropy + length_loss_coef * length term; picklable,
+    called by the engine.
 
-    Reads tokens: loss_mask, old_log_probs, advantages, ref_log_probs (with use_kl_loss), rollout_is_weights
-    (optional); samples: loss_weights (optional). Rollout and sample weights act on the policy loss only.
+    Reads tokens: loss_mask, old_log_probs, advantages, ref_log_probs (with use_kl_loss), cov_selected (clip_cov,
+    kl_cov: `prepare_mini`), rollout_is_weights (optional); samples: loss_weights (optional), length_weights (with a
+    length loss). Rollout and sample weights act on the policy loss only.
     """
 
     options: LossOptions
 
+    def with_kl_coef(self, coefficient: float) -> PolicyLoss:
+        """The same loss in a step whose KL coefficient is `coefficient`."""
+        return replace(self, options=replace(self.options, kl_loss_coef=coefficient))
+
+    def prepare_mini(self, mini: TrainBatch, step: int, number: int) -> None:
+        """Add what must be chosen over a whole mini-batch, before it is cut: number `number` of training step `step`
+        (over all epochs)."""
+        if self.options.loss_mode in SELECT_BY_COVARIANCE:
+            mini.tokens["cov_selected"] = select_cov(mini, self.options, (self.options.seed, step, number))
+
     def __call__(self, output: PolicyOutput, batch: TrainBatch, denominators: Denominators) -> tuple[Tensor, Metrics]:
         """The micro-batch's share of the global loss (a scalar with gradient) and its metrics."""
         options, mask_T = self.options, batch.tokens["loss_mask"].bool()
-        x = _masked_input(output, batch, mask_T)
-        policy = LOSSES[options.loss_mode]
+        x = _masked_input(output, batch, mask_T, options.old_is_current)
+        policy = find_loss(options.loss_mode)
         loss_T, flags = policy.function(x, options)
 
         def total(values_T: Tensor, mode: str, weights_B: Tensor | None = None) -> Tensor:
@@ -116,7 +72,11 @@ class PolicyLoss:
         if options.entropy_coeff != 0:
             assert output.entropy is not None, "entropy_coeff needs ForwardOptions(entropy=True, entropy_grad=True)"
             loss = loss - options.entropy_coeff * parts["actor/entropy_loss"]
-        metrics = _metrics({**parts, "actor/loss": loss}, flags, x)
+        if options.length_loss_coef != 0:
+            length_T = batch.samples["length_weights"][x.row_T] * x.log_probs_T
+            parts["actor/length_loss"] = options.length_loss_coef * total(length_T, options.loss_agg_mode)
+            loss = loss + parts["actor/length_loss"]
+        metrics = _metrics({**parts, "actor/loss": loss}, flags, x, options.bypass)
         if options.use_kl_loss:
             metrics["actor/kl_coef"] = Metric("last", options.kl_loss_coef)
         return loss, metrics
@@ -160,33 +120,49 @@ def aggregate(
     return torch.where(valid_T, loss_T * scale_B[row_T], 0.0).sum()
 
 
-def _masked_input(output: PolicyOutput, batch: TrainBatch, mask_T: Tensor) -> LossInput:
+def _masked_input(output: PolicyOutput, batch: TrainBatch, mask_T: Tensor, old_is_current: bool) -> LossInput:
+    old_T = output.log_probs if old_is_current else batch.tokens["old_log_probs"]
+
     def clean(values_T: Tensor, neutral: float = 0.0) -> Tensor:
         return torch.where(mask_T, values_T, neutral)
 
     weights_T = batch.tokens.get("rollout_is_weights")
     return LossInput(
         log_probs_T=clean(output.log_probs),
-        old_log_probs_T=clean(batch.tokens["old_log_probs"]).detach(),
+        old_log_probs_T=clean(old_T).detach(),
         advantages_T=clean(batch.tokens["advantages"]).detach(),
         weights_T=None if weights_T is None else clean(weights_T, 1.0).detach(),
         mask_T=mask_T,
         row_T=sample_of_token(batch),
         num_samples=len(batch),
+        batch=batch,
     )
 
 
-def _metrics(parts: dict[str, Tensor], flags: dict[str, Tensor], x: LossInput) -> Metrics:
-    """Partials and token means, moved off the device in one transfer."""
-    count, ratio_T = x.mask_T.sum(), x.ratio_T.detach()
-    means = {**flags, "actor/ppo_kl": -x.difference_T, "actor/ratio_mean": ratio_T}
+def _metrics(parts: dict[str, Tensor], flags: dict[str, Tensor], x: LossInput, bypass: bool) -> Metrics:
+    """Partials, token means and extremes, moved off the device in one transfer."""
+    ratio_T = x.ratio_T.detach()
+    means = {"actor/ppo_kl": -x.difference_T, "actor/ratio_mean": ratio_T, **flags}
+    highest = {"actor/ratio_max": ratio_T}
+    if bypass:  # nobody else compares the trainer with the rollout
+        differences = _rollout_differences(x)
+        means |= {f"{name}_mean": values_T for name, values_T in differences.items()}
+        highest |= {f"{name}_max": values_T for name, values_T in differences.items()}
     sums = [torch.where(x.mask_T, values_T.detach().float(), 0.0).sum() for values_T in means.values()]
-    highest = ratio_T.masked_fill(~x.mask_T, -torch.inf).amax()
+    tops = [values_T.masked_fill(~x.mask_T, -torch.inf).amax() for values_T in highest.values()]
     lowest = ratio_T.masked_fill(~x.mask_T, torch.inf).amin()
-    values = torch.stack([*(part.detach() for part in parts.values()), *sums, count.float(), highest, lowest]).tolist()
-    tokens, top, bottom = values[-3:]
-    metrics = {name: Metric("partial", value) for name, value in zip(parts, values, strict=False)}
-    metrics |= {name: Metric("mean", v, tokens) for name, v in zip(means, values[len(parts) : -3], strict=True)}
+    values = torch.stack([*(part.detach() for part in parts.values()), *sums, *tops, lowest, x.mask_T.sum().float()])
+    *values, bottom, tokens = values.tolist()
+    first, second = len(parts), len(parts) + len(means)
+    metrics = {name: Metric("partial", value) for name, value in zip(parts, values[:first], strict=True)}
+    metrics |= {name: Metric("mean", v, tokens) for name, v in zip(means, values[first:second], strict=True)}
     if tokens:
-        metrics |= {"actor/ratio_max": Metric("max", top), "actor/ratio_min": Metric("min", bottom)}
+        metrics |= {name: Metric("max", value) for name, value in zip(highest, values[second:], strict=True)}
+        metrics["actor/ratio_min"] = Metric("min", bottom)
     return metrics
+
+
+def _rollout_differences(x: LossInput) -> dict[str, Tensor]:
+    """[T] distances of probabilities and log-probs between the current policy and the rollout (in bypass mode)."""
+    now_T, rollout_T = x.log_probs_T.detach(), x.old_log_probs_T
+    return {DIFF: (now_T.exp() - rollout_T.exp()).abs(), LOG_DIFF: (now_T - rollout_T).abs()}

@@ -2,6 +2,7 @@
 
     python3 -m trainer.main model_engine=megatron actor_rollout_ref.model.path=… data.train_files=… …
     python3 -m trainer.main --dry-run …            all checks and a size summary, starts nothing
+    python3 -m trainer.main --check-data …         reads the data, prints and writes its report, starts nothing
     python3 -m trainer.main --cfg resolved …       the resolved tree as YAML
     python3 -m trainer.main --explain KEY          type, default and meaning of one key
 
@@ -30,12 +31,26 @@ def main(argv: list[str] | None = None) -> int:
         log.warning(notice)
     if loaded.action == "run":
         return run(loaded)
+    if loaded.action == "check-data":
+        return check_data(loaded)
     text = {
         "dry-run": lambda: size_summary(loaded),
         "cfg": lambda: to_yaml(loaded.config),
         "explain": lambda: loaded.text,
     }
     sys.stdout.write(text[loaded.action]() + "\n")
+    return 0
+
+
+def check_data(loaded: Loaded) -> int:
+    """The data report, and nothing else."""
+    from trainer.build import report_data
+
+    try:
+        sys.stdout.write(report_data(loaded.config) + "\n")
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     return 0
 
 

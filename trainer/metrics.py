@@ -36,6 +36,8 @@ ALIASES = {
     "train/loss": "actor/loss",
     "train/lr": "actor/lr",
     "reward/mean": "critic/score/mean",
+    "critic/kl": "actor/reward_kl_penalty",
+    "critic/kl_coef": "actor/reward_kl_penalty_coeff",
 }
 
 LOGGERS = ("console", "csv", "file", "jsonl", "tensorboard")

@@ -3,6 +3,15 @@
 Shape legend: T packed tokens, B samples. Notation: D = log_probs - old_log_probs, r = exp(D), A advantage,
 lo and hi the clip distances. Each function returns the loss of every token [T] and, by metric name, [T]
 tensors whose token means are logged. Values at masked positions are finite and mean nothing.
+
+A loss of your own has the same signature and needs no change here. In `my_losses.py` somewhere on PYTHONPATH:
+
+    def squared_ratio(x: LossInput, options: LossOptions) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_T = -x.advantages_T * x.ratio_T + (x.ratio_T - 1).square()
+        return x.weighted(loss_T), {"actor/far_from_old": (x.ratio_T - 1).abs() > options.clip_ratio_high}
+
+and `actor_rollout_ref.actor.policy_loss.loss_mode=my_losses:squared_ratio`. Masks, aggregation with the global
+denominators, KL, entropy and metrics are added as for every other loss.
 """
 
 from __future__ import annotations
@@ -16,9 +25,12 @@ import torch
 from torch import Tensor
 
 from engines.batch import TrainBatch
+from trainer.by_sample import mean_by_sample
+from trainer.importance import raw_weights
+from trainer.own_function import load_function
 
 if TYPE_CHECKING:
-    from trainer.loss import LossOptions
+    from trainer.loss_options import LossOptions
 
 LOG_RATIO_LIMIT = 20.0  # per-token log-ratios are clipped here before exp
 SAMPLE_LOG_RATIO_LIMIT = 10.0  # upper clip of a sample's mean log-ratio (gspo)
@@ -29,7 +41,7 @@ class LossInput:
     """One micro-batch with neutral numbers at masked positions (log-probs and advantages 0, weights 1).
 
     log_probs_T [T] carries gradient; old_log_probs_T, advantages_T, weights_T [T] do not; mask_T [T] bool;
-    row_T [T] int64 is the sample of each token, of `num_samples`.
+    row_T [T] int64 is the sample of each token, of `num_samples`. `token` gives every other tensor of the batch.
     """
 
     log_probs_T: Tensor
@@ -39,6 +51,11 @@ class LossInput:
     mask_T: Tensor
     row_T: Tensor
     num_samples: int
+    batch: TrainBatch
+
+    def token(self, name: str, neutral: float = 0.0) -> Tensor:
+        """[T] the batch's token tensor of that name, detached, with `neutral` at masked positions."""
+        return torch.where(self.mask_T, self.batch.tokens[name], neutral).detach()
 
     @cached_property
     def difference_T(self) -> Tensor:
@@ -55,9 +72,7 @@ class LossInput:
 
     def sample_mean(self, values_T: Tensor) -> Tensor:
         """[T]: each token gets the mean over the unmasked tokens of its sample (0 if there are none)."""
-        mask_T = self.mask_T.to(values_T.dtype)
-        total_B = sum_by_sample(torch.where(self.mask_T, values_T, 0.0), self.row_T, self.num_samples)
-        return (total_B / sum_by_sample(mask_T, self.row_T, self.num_samples).clamp_min(1.0))[self.row_T]
+        return mean_by_sample(values_T, self.mask_T, self.row_T, self.num_samples)[self.row_T]
 
 
 LossTerms = tuple[Tensor, dict[str, Tensor]]
@@ -69,17 +84,6 @@ class PolicyLossEntry:
 
     function: Callable[[LossInput, LossOptions], LossTerms]
     agg_mode: str | None = None
-
-
-def sample_of_token(batch: TrainBatch) -> Tensor:
-    """[T] int64: which of the B samples each packed token belongs to."""
-    lengths_B = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
-    return torch.repeat_interleave(torch.arange(len(batch), device=lengths_B.device), lengths_B)
-
-
-def sum_by_sample(values_T: Tensor, row_T: Tensor, num_samples: int) -> Tensor:
-    """[B] differentiable sums over the tokens of each sample."""
-    return values_T.new_zeros(num_samples).index_add(0, row_T, values_T)
 
 
 def vanilla(x: LossInput, options: LossOptions) -> LossTerms:
@@ -130,6 +134,25 @@ def gpg(x: LossInput, options: LossOptions) -> LossTerms:
     return x.weighted(-x.advantages_T * x.log_probs_T), {}
 
 
+def clip_cov(x: LossInput, options: LossOptions) -> LossTerms:
+    """PPO's clipped loss without the tokens that would cost most entropy (arXiv 2505.22617; trainer/covariance.py).
+
+    A selected token that is clipped anyway keeps its loss, which has no gradient.
+    """
+    loss_T, clipped_T = _clipped(x, x.ratio_T, options)
+    cut_T = x.token("cov_selected").bool() & ~clipped_T
+    loss_T = torch.where(cut_T, 0.0, loss_T)
+    return x.weighted(loss_T), {"actor/pg_clipfrac": clipped_T, "actor/cov_selected_frac": cut_T}
+
+
+def kl_cov(x: LossInput, options: LossOptions) -> LossTerms:
+    """-A r, and coef |D| on the tokens that would cost most entropy (arXiv 2505.22617; trainer/covariance.py)."""
+    selected_T = x.token("cov_selected")
+    distance_T = x.difference_T.abs()
+    loss_T = -x.advantages_T * x.ratio_T + options.ppo_kl_coef * selected_T * distance_T
+    return x.weighted(loss_T), {"actor/ppo_kl": distance_T, "actor/cov_selected_frac": selected_T}
+
+
 def geo_mean(x: LossInput, options: LossOptions) -> LossTerms:
     """GMPO: one value per sample, -mean(A) exp(mean_t m_t), clipped in log space (arXiv 2507.20673).
 
@@ -169,18 +192,47 @@ def dro(x: LossInput, options: LossOptions) -> LossTerms:
     return x.weighted(-x.advantages_T * x.log_probs_T + options.dro_beta / 2 * x.difference_T.square()), {}
 
 
+def bypass_reinforce(x: LossInput, options: LossOptions) -> LossTerms:
+    """-A w log_probs, w = the importance weight of the current policy against the sampler, detached.
+
+    For a batch without old log-probs of its own: those it holds are the sampler's. Chosen by
+    algorithm.rollout_correction, not by loss_mode.
+    """
+    loss_T = -x.advantages_T * x.log_probs_T
+    rule = options.rollout_weights
+    if rule is None:
+        return loss_T, {}
+    log_ratio_T = x.log_probs_T.detach() - x.old_log_probs_T
+    raw_T = raw_weights(log_ratio_T, x.mask_T, x.row_T, x.num_samples, rule.kind)
+    weights_T = rule.apply(raw_T)
+    return loss_T * weights_T, {"rollout_corr/rollout_is_mean": weights_T, "actor/pg_clipfrac": raw_T > rule.high}
+
+
 LOSSES: dict[str, PolicyLossEntry] = {
     "vanilla": PolicyLossEntry(vanilla),
     "gspo": PolicyLossEntry(gspo, agg_mode="seq-mean-token-mean"),
     "sapo": PolicyLossEntry(sapo, agg_mode="seq-mean-token-mean"),
     "cispo": PolicyLossEntry(cispo),
+    "clip_cov": PolicyLossEntry(clip_cov),
+    "kl_cov": PolicyLossEntry(kl_cov),
     "gpg": PolicyLossEntry(gpg),
     # Every token of a sample carries the sample's value, so the mean over its tokens is that value.
     "geo_mean": PolicyLossEntry(geo_mean, agg_mode="seq-mean-token-mean"),
     "dppo_tv": PolicyLossEntry(dppo_tv),
     "dppo_kl": PolicyLossEntry(dppo_kl),
     "dro": PolicyLossEntry(dro),
+    "bypass_reinforce": PolicyLossEntry(bypass_reinforce),
 }
+SELECT_BY_COVARIANCE = frozenset({"clip_cov", "kl_cov"})  # they read tokens cov_selected
+
+
+def find_loss(name: str) -> PolicyLossEntry:
+    """A built-in loss, or "module:function" imported; call it at start so that a wrong name fails early."""
+    if name in LOSSES:
+        return LOSSES[name]
+    key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    signature = "(LossInput, LossOptions) -> (loss_T, {metric name: values_T})"
+    return PolicyLossEntry(load_function(name, key, sorted(LOSSES), signature))
 
 
 def _clipped(x: LossInput, ratio_T: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:

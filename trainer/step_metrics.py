@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from engines.metric import Metric, Metrics
 
+# What shaping adds to a score, under names of its own.
+SHAPING = {"overlong_penalty": "reward/overlong_penalty", "length_penalty": "reward/length_penalty"}
+
 
 def spread(name: str, values: Sequence[float]) -> Metrics:
     """mean, max and min over samples; nothing when there is no sample."""
@@ -25,7 +28,6 @@ def response_metrics(scored: Sequence) -> Metrics:
     metrics: Metrics = {
         "response/aborted_ratio": Metric("mean", len(scored) - len(alive), len(scored)),
         "actor/samples_total": Metric("count", len(scored)),
-        "actor/samples_used": Metric("count", len(valid)),
         "reward/failed": Metric("count", sum(each.result.failed for each in alive)),
         "response_length/clip_ratio": Metric(
             "mean", sum(each.sample.finish_reason == "length" for each in scored), len(scored)
@@ -41,7 +43,7 @@ def response_metrics(scored: Sequence) -> Metrics:
     for key in sorted({key for each in valid for key in each.result.extra}):
         numbers = [each.result.extra[key] for each in valid if isinstance(each.result.extra.get(key), int | float)]
         if numbers:
-            metrics[f"reward/{key}/mean"] = Metric("mean", sum(numbers), len(numbers))
+            metrics[SHAPING.get(key, f"reward/{key}/mean")] = Metric("mean", sum(numbers), len(numbers))
     return metrics
 
 

@@ -7,7 +7,6 @@ engine.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from engines.base import ForwardOptions, SamplingParams
@@ -21,10 +20,14 @@ from engines.spec import (
     OptimSpec,
     RolloutEngineSpec,
     TrainEngineSpec,
+    VllmSpec,
 )
+from engines.transport import choose
 from trainer.config import Config
 from trainer.config.derived import facts_of
+from trainer.placement import Placement
 from trainer.routing import RouteOptions
+from trainer.wiring_loss import leaves_out_old_pass
 from trainer.workers import SyncSpec
 
 MIB = 2**20
@@ -32,29 +35,36 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
 def model_spec(config: Config) -> ModelSpec:
-    model = config.actor_rollout_ref.model
+    return model_of(config.actor_rollout_ref.model)
+
+
+def model_of(node) -> ModelSpec:
     return ModelSpec(
-        path=model.path,
-        trust_remote_code=model.trust_remote_code,
-        override_config=dict(model.override_config),
-        gradient_checkpointing=model.enable_gradient_checkpointing,
+        path=node.path,
+        trust_remote_code=node.trust_remote_code,
+        override_config=dict(node.override_config),
+        gradient_checkpointing=node.enable_gradient_checkpointing,
     )
 
 
 def actor_spec(config: Config, device: str, total_steps: int) -> TrainEngineSpec:
     actor = config.actor_rollout_ref.actor
-    return _train_engine(config, actor, device, _optimizer(config, total_steps))
+    return train_engine(config, _section(config, actor), device, optimizer(config, actor.optim, total_steps))
 
 
 def reference_spec(config: Config, device: str) -> TrainEngineSpec | None:
-    """A frozen copy beside the actor; None when no term of the loss reads it."""
-    if not config.actor_rollout_ref.actor.use_kl_loss:
+    """A frozen copy beside the actor; None when no term of the loss or of the reward reads it."""
+    if not config.derived.needs_reference:
         return None
-    return _train_engine(config, config.actor_rollout_ref.ref, device, optim=None)
+    return train_engine(config, _section(config, config.actor_rollout_ref.ref), device, optim=None)
 
 
-def _train_engine(config: Config, role, device: str, optim: OptimSpec | None) -> TrainEngineSpec:
-    section = role.megatron if config.model_engine == "megatron" else role.fsdp_config
+def _section(config: Config, role):
+    return role.megatron if config.model_engine == "megatron" else role.fsdp_config
+
+
+def train_engine(config: Config, section, device: str, optim: OptimSpec | None) -> TrainEngineSpec:
+    """`section` is the role's engine section. The model is the actor's."""
     backend = _megatron(config, section, device) if config.model_engine == "megatron" else _fsdp(section)
     return TrainEngineSpec(
         engine=config.model_engine,
@@ -108,9 +118,8 @@ def _megatron(config: Config, node, device: str) -> MegatronSpec:
     )
 
 
-def _optimizer(config: Config, total_steps: int) -> OptimSpec:
-    """Warm-up and decay count training steps; a ratio is taken of all of them."""
-    optim = config.actor_rollout_ref.actor.optim
+def optimizer(config: Config, optim, total_steps: int) -> OptimSpec:
+    """`optim` is the role's section. Warm-up and decay count training steps; a ratio is taken of all of them."""
     warmup = optim.lr_warmup_steps
     if warmup is None or warmup <= 0:
         warmup = int(optim.lr_warmup_steps_ratio * total_steps)
@@ -138,24 +147,72 @@ def _optimizer(config: Config, total_steps: int) -> OptimSpec:
 
 def rollout_spec(config: Config, device: str) -> RolloutEngineSpec:
     rollout = config.actor_rollout_ref.rollout
+    kwargs = rollout.engine_kwargs.vllm if rollout.name == "vllm" else rollout.engine_kwargs.hf
     return RolloutEngineSpec(
         name=rollout.name,
         device=device,
         model=model_spec(config),
         dtype=dtype_name(rollout.dtype),
         max_num_seqs=rollout.max_num_seqs,
-        max_model_len=rollout.max_model_len,
+        max_model_len=rollout.max_model_len or config.derived.max_sequence_length,
         return_routes=rollout.enable_rollout_routing_replay,
-        engine_kwargs=dict(rollout.engine_kwargs.hf),
+        timeout_s=float(config.actor_rollout_ref.nccl_timeout),
+        vllm=VllmSpec(
+            tensor_parallel_size=rollout.tensor_model_parallel_size,
+            expert_parallel_size=rollout.expert_parallel_size,
+            gpu_memory_utilization=(rollout.standalone_gpu_memory_utilization if is_separate(config) else None)
+            or rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            cudagraph_capture_sizes=rollout.cudagraph_capture_sizes and tuple(rollout.cudagraph_capture_sizes),
+            max_num_batched_tokens=rollout.max_num_batched_tokens,
+            enable_chunked_prefill=rollout.enable_chunked_prefill,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            scheduling_policy=rollout.scheduling_policy,
+            enable_sleep_mode=rollout.enable_sleep_mode and rollout.free_cache_engine and not is_separate(config),
+            sleep_level=rollout.sleep_level,
+            seed=rollout.seed,
+        ),
+        engine_kwargs=dict(kwargs),
     )
 
 
-def sync_spec(config: Config) -> SyncSpec:
-    engine = config.actor_rollout_ref.rollout.checkpoint_engine
+def is_separate(config: Config) -> bool:
+    """Whether the rollout has devices of its own."""
+    return not config.actor_rollout_ref.hybrid_engine or config.trainer.v1.trainer_mode == "separate_async"
+
+
+def pace(config: Config) -> dict[str, int]:
+    """How far the rollout may run ahead of the updates."""
+    modes = config.trainer.v1
+    if modes.trainer_mode == "sync":
+        return {"ahead": 0, "sync_every": 1}
+    return {
+        "ahead": modes.separate_async.num_warmup_batches,
+        "sync_every": modes.separate_async.parameter_sync_step,
+    }
+
+
+def placement(config: Config) -> Placement:
+    rollout = config.actor_rollout_ref.rollout
+    return Placement(
+        train=config.derived.world_size,
+        replicas=config.derived.rollout_replicas,
+        replica_devices=rollout.tensor_model_parallel_size,
+        separate=is_separate(config),
+        several_nodes=max(config.trainer.nnodes, rollout.nnodes) > 1,
+    )
+
+
+def sync_spec(config: Config, device: str) -> SyncSpec:
+    engine, place = config.actor_rollout_ref.rollout.checkpoint_engine, placement(config)
+    # Shared memory ends at the machine.
+    backend = "nccl" if place.several_nodes else engine.backend
     return SyncSpec(
+        transport=choose(backend, device, one_device=place.train == 1 and not place.separate),
         bucket_bytes=engine.update_weights_bucket_megabytes * MIB,
         verify_every=engine.engine_kwargs.get("verify_every", 0),
         timeout_s=float(engine.engine_kwargs.get("timeout_s", config.actor_rollout_ref.nccl_timeout)),
+        delta=engine.engine_kwargs.get("delta", False),
     )
 
 
@@ -192,26 +249,31 @@ def update_options(config: Config) -> ForwardOptions:
     actor = config.actor_rollout_ref.actor
     return ForwardOptions(
         temperature=config.actor_rollout_ref.rollout.temperature,
-        **_split(config, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu),
+        **split_options(
+            config, actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
+        ),
         entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
         entropy_grad=actor.entropy_coeff != 0,
         replay_routes=actor.router_replay.mode != "disabled",
     )
 
 
-def old_log_prob_options(config: Config) -> ForwardOptions:
+def old_log_prob_options(config: Config) -> ForwardOptions | None:
     """The pass before the updates also measures the entropy of the policy that sampled, and sees the routes that
-    the updates will replay first: it records them (R2) or replays them too (R3)."""
+    the updates will replay first: it records them (R2) or replays them too (R3). None where it is left out."""
+    if leaves_out_old_pass(config):
+        return None
     rollout, replay = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.router_replay.mode
     return ForwardOptions(
         temperature=rollout.temperature,
-        **_split(
+        **split_options(
             config,
             rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_micro_batch_size_per_gpu,
             rollout.log_prob_max_token_len_per_gpu,
         ),
         entropy=True,
+        sum_pi_squared=config.actor_rollout_ref.actor.calculate_sum_pi_squared,
         record_routes=replay == "R2",
         replay_routes=replay == "R3",
     )
@@ -228,12 +290,12 @@ def route_options(config: Config) -> RouteOptions | None:
 
 
 def reference_options(config: Config) -> ForwardOptions | None:
-    if not config.actor_rollout_ref.actor.use_kl_loss:
+    if not config.derived.needs_reference:
         return None
     ref = config.actor_rollout_ref.ref
     return ForwardOptions(
         temperature=config.actor_rollout_ref.rollout.temperature,
-        **_split(
+        **split_options(
             config,
             ref.log_prob_use_dynamic_bsz,
             ref.log_prob_micro_batch_size_per_gpu,
@@ -242,7 +304,7 @@ def reference_options(config: Config) -> ForwardOptions | None:
     )
 
 
-def _split(
+def split_options(
     config: Config, dynamic: bool, micro_batch_size: int | None, max_tokens: int | None
 ) -> dict[str, int | None]:
     """A token budget is per rank: those that share their sequences put theirs together."""
@@ -264,8 +326,3 @@ def eos_token_ids(model_path: str, tokenizer_eos: int | None) -> tuple[int, ...]
         listed = json.loads(path.read_text()).get("eos_token_id")
         ids |= set(listed if isinstance(listed, list) else [listed]) - {None}
     return tuple(sorted(ids))
-
-
-def threads_per_process(processes: int) -> int:
-    """Cores are divided among the processes of a role; roles take turns."""
-    return max(1, len(os.sched_getaffinity(0)) // processes)

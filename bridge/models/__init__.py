@@ -8,6 +8,7 @@ from bridge.models.mla import full_indexer_layers
 from bridge.models.moe import num_experts
 from bridge.models.mtp import mtp_copies, mtp_pattern
 from bridge.models.scope import Config, Target
+from bridge.models.value import has_value_head, value_fields
 from bridge.rules import Rule
 
 FAMILIES: dict[str, Family] = {
@@ -70,8 +71,10 @@ __all__ = [
     "family_rules",
     "full_indexer_layers",
     "has_indexer",
+    "has_value_head",
     "local_experts",
     "mtp_copies",
     "mtp_pattern",
     "num_experts",
+    "value_fields",
 ]

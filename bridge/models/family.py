@@ -11,6 +11,7 @@ from bridge.models.moe import num_experts
 from bridge.models.mtp import inner_scopes, mtp_copies, mtp_pattern, mtp_rows
 from bridge.models.rows import EMBEDDING, HEAD, embedding_rows, is_tied
 from bridge.models.scope import Config, Scope, Target
+from bridge.models.value import LEFT_OUT, has_value_head, value_architecture
 from bridge.rules import Rule
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -48,6 +49,8 @@ class Family:
     def extras(self, config: Config, target: Target) -> Extras:
         ignored = {"rotary caches": re.compile(r".*\.rotary_emb\.inv_freq")}
         copies = {HEAD: EMBEDDING} if is_tied(config) else {}
+        if has_value_head(config):
+            ignored |= LEFT_OUT
         extra = mtp_pattern(config)
         if target.mtp:
             copies |= mtp_copies(config)
@@ -64,10 +67,10 @@ class Family:
     def check(self, config: Config) -> None:
         """ValueError naming the architecture, flag or missing field that is not supported."""
         architectures = config.get("architectures") or [self.architecture]
-        if architectures != [self.architecture]:
+        if architectures not in ([self.architecture], [value_architecture(self.architecture)]):
             raise ValueError(
                 f"got architectures {architectures}; expected [{self.architecture!r}] for model_type "
-                f"{config['model_type']!r}; only causal language models are supported"
+                f"{config['model_type']!r}; only causal language models, and critics made of them, are supported"
             )
         missing = [name for name in (*REQUIRED, *self.required) if config.get(name) is None]
         if missing:

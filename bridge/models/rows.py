@@ -7,6 +7,7 @@ listed, and only one exists in a live model.
 from __future__ import annotations
 
 from bridge.models.scope import Config, Scope
+from bridge.models.value import has_value_head, value_head_rows
 from bridge.ops import QKV, GateUp, PadVocab, Rename
 from bridge.rules import Rule
 
@@ -27,12 +28,15 @@ def is_tied(config: Config) -> bool:
 def embedding_rows(config: Config) -> list[Rule]:
     """Embedding, final norm, head. With tied embeddings the last pipeline stage holds a copy as its head."""
     table = (config["vocab_size"], config["hidden_size"])
-    tied = is_tied(config)
-    return [
+    rules = [
         Rule("embedding.word_embeddings.weight", {EMBEDDING: table}, PadVocab()),
         Rule("decoder.final_layernorm.weight", {"model.norm.weight": table[1:]}, Rename(), last=True),
-        Rule("output_layer.weight", {EMBEDDING if tied else HEAD: table}, PadVocab(), last=True, copy=tied),
     ]
+    if has_value_head(config):
+        return rules + value_head_rows(config)
+    tied = is_tied(config)
+    head = Rule("output_layer.weight", {EMBEDDING if tied else HEAD: table}, PadVocab(), last=True, copy=tied)
+    return [*rules, head]
 
 
 def norm_row(config: Config, scope: Scope, form: str) -> Rule:

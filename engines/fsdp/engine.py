@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bridge import open_source
 from engines.base import ForwardOptions, LossFn, TrainEngine
-from engines.batch import Denominators, PolicyOutput, TrainBatch
+from engines.batch import Denominators, PolicyOutput, TrainBatch, ValueOutput
 from engines.device import get_device
 from engines.fsdp.checkpoint import restore_shard, save_shard, shard_file
 from engines.fsdp.fused import use_fused_operators
 from engines.fsdp.optimizer import ShardedAdamW
 from engines.fsdp.shard import build_mesh, frees_after_forward, reshard, shard
 from engines.fsdp.weights import full_tensors, load_shards
-from engines.hf_model import build_on_meta, dtype_of, materialize, packed_log_probs
+from engines.hf_model import build_on_meta, dtype_of, materialize, packed_log_probs, packed_values
 from engines.hf_routing import Routing
 from engines.metric import Metrics, merge, optimizer_metrics
 from engines.microbatch import split
 from engines.rng import seed_everything
 from engines.routes import RoutePass
+from engines.scores import empty_scores, put_back, put_back_values
 from engines.spec import FsdpSpec, TrainEngineSpec
+from engines.value_head import ValueSource
 
 
 class FsdpEngine(TrainEngine):
@@ -67,25 +71,34 @@ class FsdpEngine(TrainEngine):
         return self.mesh["shard"].get_group()
 
     def load(self, hf_path: str | Path) -> None:
-        load_shards(self.model, hf_path, self.mesh["shard"].get_local_rank(), self.mesh["shard"].size())
+        source = open_source(hf_path)
+        if self.spec.model.head == "value":
+            hidden_size = self.model.get_output_embeddings().in_features
+            source = ValueSource(source, hidden_size, self.spec.seed, tell=self.is_weight_source)
+        load_shards(self.model, source, self.mesh["shard"].get_local_rank(), self.mesh["shard"].size())
 
     def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
+        assert self.spec.model.head == "lm", "a value model has no log-probs: ask for its values"
         self.model.eval()
-        log_probs_T = torch.zeros(batch.num_tokens)
-        entropy_T = torch.zeros(batch.num_tokens) if options.entropy else None
-        targets = batch.rows(log_probs_T), batch.rows(entropy_T) if options.entropy else None
+        scores = empty_scores(batch, options)
         routing = self._routing(options)
         with torch.no_grad(), nullcontext() if routing is None else routing.hooked():
             for rows, part in split(batch, options, dist.group.WORLD):
                 if routing is not None:
                     routing.enter(rows, part, self.device)
-                output = self._forward(part, options)
-                for values, target in zip((output.log_probs, output.entropy), targets, strict=True):
-                    if target is not None:
-                        for row, value in zip(rows, part.rows(values.cpu()), strict=False):
-                            target[row].copy_(value)
+                put_back(scores, batch, rows, part, self._forward(part, options))
         reshard(self.model)
-        return PolicyOutput(log_probs_T, entropy_T, routing.recorded(batch) if options.record_routes else None)
+        return replace(scores, routes=routing.recorded(batch) if options.record_routes else None)
+
+    def values(self, batch: TrainBatch, options: ForwardOptions) -> Tensor:
+        assert self.spec.model.head == "value", "a language model has no values: build it with head='value'"
+        self.model.eval()
+        values_T = torch.zeros(batch.num_tokens)
+        with torch.no_grad():
+            for rows, part in split(batch, options, dist.group.WORLD):
+                put_back_values(values_T, batch, rows, part, self._forward(part, options).values)
+        reshard(self.model)
+        return values_T
 
     def update(
         self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
@@ -111,7 +124,7 @@ class FsdpEngine(TrainEngine):
             parts.append(routing.metrics())
         lr = self.spec.optim.schedule.at(step)
         norm, applied = self.optimizer.step(lr, finite)
-        return merge(parts) | optimizer_metrics(norm, lr, applied, self.dp_rank)
+        return merge(parts) | optimizer_metrics(self.spec.role, norm, lr, applied, self.dp_rank)
 
     def _routing(self, options: ForwardOptions) -> Routing | None:
         """What controls the routers in this pass; None leaves them alone. ValueError for a dense model."""
@@ -127,13 +140,17 @@ class FsdpEngine(TrainEngine):
             self.model.set_reshard_after_backward(not more)
         self.model.set_is_last_backward(not more)
 
-    def _forward(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
-        """Log-probs (and entropy) of one packed micro-batch, on the compute device."""
+    def _forward(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput | ValueOutput:
+        """Log-probs (and entropy), or values, of one packed micro-batch, on the compute device."""
+        if self.spec.model.head == "value":
+            return ValueOutput(packed_values(self.model, batch, self.device))
         wanted = options.entropy or options.entropy_grad
-        log_probs_T, entropy_T = packed_log_probs(self.model, batch, self.device, options.temperature, wanted)
-        if entropy_T is not None and not options.entropy_grad:
-            entropy_T = entropy_T.detach()
-        return PolicyOutput(log_probs_T, entropy_T)
+        output = packed_log_probs(
+            self.model, batch, self.device, options.temperature, entropy=wanted, squares=options.sum_pi_squared
+        )
+        if output.entropy is not None and not options.entropy_grad:
+            output = replace(output, entropy=output.entropy.detach())
+        return output
 
     def hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         return full_tensors(self.model, self.compute_dtype, self._shard_group, emit=self.is_weight_source)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from bridge import HfCheckpoint, open_source
+from bridge import Readable
 from bridge.gather import all_gather
 from engines.fsdp.shard import chunk_rows, local, owned_rows
 from engines.hf_model import DiskTensor, check_names, disk_layout, tied_names
@@ -25,14 +24,13 @@ BUCKET_BYTES = 256 * 2**20
 
 
 @torch.no_grad()
-def load_shards(model: PreTrainedModel, path: str | Path, rank: int, ranks: int) -> None:
-    """Write every live tensor once from a Hugging Face directory, reading only this rank's rows.
+def load_shards(model: PreTrainedModel, checkpoint: Readable, rank: int, ranks: int) -> None:
+    """Write every live tensor once from an open Hugging Face directory, reading only this rank's rows.
 
     Names and shapes are checked before the first byte of a weight is read. ValueError lists all offenders.
     """
-    checkpoint = open_source(path)
     layout = disk_layout(model)
-    check_names(model, layout, checkpoint.names(), str(path))
+    check_names(model, layout, checkpoint.names(), str(checkpoint.directory))
     _check_shapes(layout, checkpoint)
     _check_tied(model, checkpoint)
     state = model.state_dict()
@@ -47,7 +45,7 @@ def load_shards(model: PreTrainedModel, path: str | Path, rank: int, ranks: int)
             local(live).copy_(checkpoint.read(tensor.name, (slice(first, last),)))
 
 
-def _check_shapes(layout: list[DiskTensor], checkpoint: HfCheckpoint) -> None:
+def _check_shapes(layout: list[DiskTensor], checkpoint: Readable) -> None:
     wrong = {
         tensor.name: f"{tuple(checkpoint.shape(tensor.name))}, expected {tensor.shape}"
         for tensor in layout
@@ -57,7 +55,7 @@ def _check_shapes(layout: list[DiskTensor], checkpoint: HfCheckpoint) -> None:
         raise ValueError(f"got weight shapes {wrong}; use the config.json the weights were saved with")
 
 
-def _check_tied(model: PreTrainedModel, checkpoint: HfCheckpoint) -> None:
+def _check_tied(model: PreTrainedModel, checkpoint: Readable) -> None:
     names = set(checkpoint.names())
     for tied, source in tied_names(model).items():
         if tied in names and not torch.equal(checkpoint.read(tied), checkpoint.read(source)):

@@ -18,8 +18,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from bridge import has_value_head
 from engines.megatron.layers.mtp import carried_layers
 from engines.megatron.layers.spec import block_spec
+from engines.megatron.layers.value_head import replace_output_layer
 from engines.megatron.model.config import transformer_config
 from engines.megatron.model.families import FAMILIES
 from engines.megatron.model.hf_config import head_size, read_hf_config
@@ -69,6 +71,8 @@ def _build_chunk(
         device = chunk.rotary_pos_emb.inv_freq.device
         share = FAMILIES[hf["model_type"]].rotary_share
         chunk.rotary_pos_emb.inv_freq = inverse_frequencies(hf, head_size(hf), share).to(device)
+    if has_value_head(hf) and chunk.post_process:
+        replace_output_layer(chunk)
     predictors = hf.get("num_nextn_predict_layers") if backend.mtp else None
     if predictors and chunk.post_process:
         chunk.mtp = carried_layers(config, block.layer_specs[-1], predictors, stage)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from bridge import Bridge, LoadReport, RopeRows
+from bridge import Bridge, LoadReport, RopeRows, open_source
 from engines.base import ForwardOptions, LossFn, TrainEngine
-from engines.batch import Denominators, PolicyOutput, TrainBatch
+from engines.batch import Denominators, PolicyOutput, TrainBatch, ValueOutput
 from engines.device import get_device
 from engines.megatron import build, checkpoint, cpu, imports, optimizer, parallel  # noqa: F401
-from engines.megatron.forward import MicroBatch, PackedInput, pack, run_chunk, score
+from engines.megatron.forward import MicroBatch, PackedInput, pack, run_chunk, score, score_values
 from engines.megatron.layers.dsa.loss import set_token_weights
 from engines.megatron.megatron_bridge import MegatronBridge, choose_bridge
 from engines.megatron.offload import HostCopy
@@ -31,7 +32,9 @@ from engines.metric import Metrics, merge, optimizer_metrics
 from engines.microbatch import split
 from engines.rng import seed_everything
 from engines.routes import RoutePass, RouteShape
+from engines.scores import empty_scores, put_back, put_back_values
 from engines.spec import MegatronSpec, TrainEngineSpec
+from engines.value_head import ValueSource
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +110,10 @@ class MegatronEngine(TrainEngine):
         return torch.device("cpu") if module is None else torch.device(self.spec.device, module.current_device())
 
     def load(self, hf_path: str | Path) -> None:
-        self.load_report = self._bridge.load(hf_path)
+        source = hf_path
+        if self.spec.model.head == "value":
+            source = ValueSource(open_source(hf_path), self.hf["hidden_size"], self.spec.seed, self.is_weight_source)
+        self.load_report = self._bridge.load(source)
         self._tell_loading(hf_path)
         if self.optimizer is not None:
             # Otherwise the first step would bring back the main weights of the empty model.
@@ -124,6 +130,7 @@ class MegatronEngine(TrainEngine):
             log.info("%s: weights rounded to the model's dtype, at most by %.3g (%s)", hf_path, difference, name)
 
     def log_probs(self, batch: TrainBatch, options: ForwardOptions) -> PolicyOutput:
+        assert self.spec.model.head == "lm", "a value model has no log-probs: ask for its values"
         for chunk in self.chunks:
             chunk.eval()
         micro_batches = self._micro_batches(batch, options)
@@ -134,14 +141,26 @@ class MegatronEngine(TrainEngine):
         routing = self._routing(micro_batches, options)
         with torch.no_grad():
             outputs = self._run(micro_batches, lambda micro: collect, routing, forward_only=True)
-        log_probs_T = torch.zeros(batch.num_tokens)
-        entropy_T = torch.zeros(batch.num_tokens) if options.entropy else None
+        scores = empty_scores(batch, options)
         for micro, output in zip(micro_batches, outputs, strict=False):  # outputs exist on the last stage only
-            _put_back(batch, micro, log_probs_T, output.log_probs)
-            if entropy_T is not None:
-                _put_back(batch, micro, entropy_T, output.entropy)
-        routes_TLK = routing.recorded(batch) if options.record_routes else None
-        return PolicyOutput(log_probs_T, entropy_T, routes_TLK)
+            put_back(scores, batch, micro.rows, micro.batch, output)
+        return replace(scores, routes=routing.recorded(batch) if options.record_routes else None)
+
+    def values(self, batch: TrainBatch, options: ForwardOptions) -> Tensor:
+        assert self.spec.model.head == "value", "a language model has no values: build it with head='value'"
+        for chunk in self.chunks:
+            chunk.eval()
+        micro_batches = self._micro_batches(batch, options)
+
+        def collect(inputs: PackedInput, values_1C1: Tensor, non_loss_data: bool) -> Tensor:
+            return score_values(values_1C1, inputs).values
+
+        with torch.no_grad():
+            outputs = self._run(micro_batches, lambda micro: collect, None, forward_only=True)
+        values_T = torch.zeros(batch.num_tokens)
+        for micro, output_T in zip(micro_batches, outputs, strict=False):  # outputs exist on the last stage only
+            put_back_values(values_T, batch, micro.rows, micro.batch, output_T)
+        return values_T
 
     def update(
         self, batch: TrainBatch, loss: LossFn, denominators: Denominators, options: ForwardOptions, step: int
@@ -155,7 +174,11 @@ class MegatronEngine(TrainEngine):
         parts: list[Metrics] = []
 
         def evaluate(micro: MicroBatch, inputs: PackedInput, logits_1PV: Tensor) -> tuple[Tensor, Tensor, None]:
-            value, metrics = loss(score(logits_1PV, inputs, options, self.hf["vocab_size"]), inputs.batch, denominators)
+            if self.spec.model.head == "value":
+                output: PolicyOutput | ValueOutput = score_values(logits_1PV, inputs)
+            else:
+                output = score(logits_1PV, inputs, options, self.hf["vocab_size"])
+            value, metrics = loss(output, inputs.batch, denominators)
             finite.logical_and_(torch.isfinite(value.detach()))
             if micro.rows:
                 parts.append(metrics)
@@ -168,7 +191,7 @@ class MegatronEngine(TrainEngine):
             parts.append(routing.metrics(self.dp_rank))
         lr = self.spec.optim.schedule.at(step)
         norm, applied = optimizer.step(self.optimizer, self.spec.optim, lr, finite)
-        return merge(parts) | optimizer_metrics(norm, lr, applied, self.dp_rank)
+        return merge(parts) | optimizer_metrics(self.spec.role, norm, lr, applied, self.dp_rank)
 
     def _micro_batches(self, batch: TrainBatch, options: ForwardOptions) -> list[MicroBatch]:
         """The same number on every DP rank; with virtual stages a multiple of the pipeline size, as the
@@ -270,10 +293,3 @@ class MegatronEngine(TrainEngine):
         self.models, self.chunks, self.optimizer, self._bridge = [], [], None, None
         parallel.release()
         get_device(self.spec.device).empty_cache()
-
-
-def _put_back(batch: TrainBatch, micro: MicroBatch, target_T: Tensor, values_T: Tensor) -> None:
-    """Copy a micro-batch's values to the places of its sequences in the whole batch; a filler has none."""
-    targets = batch.rows(target_T)
-    for row, value in zip(micro.rows, micro.batch.rows(values_T.cpu()), strict=False):
-        targets[row].copy_(value)

@@ -14,8 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from engines.base import ForwardOptions
-from engines.batch import PolicyOutput, TrainBatch, cumulative
-from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
+from engines.batch import PolicyOutput, TrainBatch, ValueOutput, cumulative
+from engines.logprobs import next_token_labels, rows_to_tokens, sum_pi_squared, token_log_probs
 from engines.megatron.context_parallel import Cut, cut
 
 
@@ -66,25 +66,37 @@ def pack(batch: TrainBatch, multiple: int, device: torch.device) -> PackedInput:
 
 
 def run_chunk(chunk: nn.Module, inputs: PackedInput) -> Tensor:
-    """Logits [1, C, V local] on the last stage, hidden states [C local, 1, hidden] on the others."""
+    """Logits [1, C, V local] (of a value model, values [1, C, 1]) on the last stage, hidden states
+    [C local, 1, hidden] on the others."""
     return chunk(inputs.input_ids, inputs.position_ids, None, packed_seq_params=inputs.sequences)
 
 
 def score(logits_1CV: Tensor, inputs: PackedInput, options: ForwardOptions, vocab_size: int) -> PolicyOutput:
-    """Log-probs and entropy [T] of the micro-batch's own tokens, the same on every tensor- and context-parallel
-    rank: each evaluates the loss of whole sequences and propagates the gradient of the tokens it holds."""
-    batch = inputs.batch
+    """Log-probs (and what else is asked for) [T] of the micro-batch's own tokens, the same on every tensor- and
+    context-parallel rank: each evaluates the loss of whole sequences and propagates the gradient of the tokens it
+    holds."""
+    batch, group = inputs.batch, parallel_state.get_tensor_model_parallel_group()
+    logits_CV = logits_1CV.flatten(0, 1)  # a view; indexing would cost a zero-filled copy in the backward pass
     log_probs_C, entropy_C = token_log_probs(
-        logits_1CV.flatten(0, 1),  # a view; indexing would cost a zero-filled copy in the backward pass
+        logits_CV,
         inputs.cut.local(next_token_labels(batch.input_ids, batch.cu_seqlens)),
         temperature=options.temperature,
-        group=parallel_state.get_tensor_model_parallel_group(),
+        group=group,
         vocab_size=vocab_size,
         entropy=options.entropy,
     )
-    log_probs_T, entropy_T = (
-        None if x is None else rows_to_tokens(inputs.cut.whole(x), batch.cu_seqlens) for x in (log_probs_C, entropy_C)
+    squares_C = None
+    if options.sum_pi_squared:
+        squares_C = sum_pi_squared(logits_CV, temperature=options.temperature, group=group, vocab_size=vocab_size)
+    log_probs_T, entropy_T, squares_T = (
+        None if x is None else rows_to_tokens(inputs.cut.whole(x), batch.cu_seqlens)
+        for x in (log_probs_C, entropy_C, squares_C)
     )
     if entropy_T is not None and not options.entropy_grad:
         entropy_T = entropy_T.detach()
-    return PolicyOutput(log_probs_T, entropy_T)
+    return PolicyOutput(log_probs_T, entropy_T, sum_pi_squared=squares_T)
+
+
+def score_values(values_1C1: Tensor, inputs: PackedInput) -> ValueOutput:
+    """Values [T] of the micro-batch's own tokens, on every rank as in `score`."""
+    return ValueOutput(rows_to_tokens(inputs.cut.whole(values_1C1.flatten()), inputs.batch.cu_seqlens))

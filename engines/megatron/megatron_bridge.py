@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from bridge.models import FAMILIES
+from bridge.models import FAMILIES, has_value_head
 from engines.megatron import cpu
 from engines.megatron.layers.dsa.indexer import ReplicatedLinear
 from engines.megatron.layers.moe import Router
@@ -50,6 +50,12 @@ def choose_bridge(
     """
     if setting == "native" or (setting == "auto" and hf_config["model_type"] in FAMILIES):
         return "native"
+    if has_value_head(hf_config):
+        raise ValueError(
+            f"got bridge={setting!r} for a critic of model_type {hf_config['model_type']!r}; expected one of "
+            f"{sorted(FAMILIES)} and our own bridge: {PACKAGE} knows no value head; set megatron.bridge=native and "
+            "choose such a model"
+        )
     found = installed_version()
     if found is None or not found.startswith(f"{VERSIONS}."):
         wanted = "megatron.bridge=megatron_bridge" if setting != "auto" else f"model_type {hf_config['model_type']!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -109,7 +110,7 @@ class HfRolloutEngine(RolloutEngine):
         scores: list[list[float]] = []
         for group in _groups(sequences):
             batch = TrainBatch.pack(group)
-            log_probs_T, _ = packed_log_probs(self.model, batch, self.device, temperature)
+            log_probs_T = packed_log_probs(self.model, batch, self.device, temperature).log_probs
             scores += [row.tolist() for row in batch.rows(log_probs_T.cpu())]
         return scores
 
@@ -125,8 +126,8 @@ class HfRolloutEngine(RolloutEngine):
         self._asleep = True
         get_device(self.spec.device).empty_cache()
 
-    def wake(self) -> None:
-        self._asleep = False
+    def wake(self, part: Literal["all", "weights", "cache"] = "all") -> None:
+        self._asleep = self._asleep and part == "weights"
 
     def close(self) -> None:
         self.model, self.version = None, -1

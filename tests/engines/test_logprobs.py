@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from engines.batch import cumulative
-from engines.logprobs import next_token_labels, rows_to_tokens, token_log_probs
+from engines.logprobs import next_token_labels, rows_to_tokens, sum_pi_squared, token_log_probs
 from tests.ranks import run_ranks
 
 T, V, PADDED = 11, 130, 144
@@ -80,6 +80,29 @@ def test_bfloat16_logits_are_summed_in_float32():
     torch.testing.assert_close(log_probs_T, expected.float(), atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("logits", "temperature", "expected"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], 1.0, 0.25),
+        ([900.0, 0.0, -900.0], 1.0, 1.0),
+        ([math.log(0.5), math.log(0.3), math.log(0.2)], 1.0, 0.38),
+        ([math.log(4.0), math.log(1.0)], 2.0, 5 / 9),  # probabilities 2/3 and 1/3
+    ],
+)
+def test_sum_of_squared_probabilities(logits, temperature, expected):
+    value_T = sum_pi_squared(torch.tensor([logits]), temperature=temperature)
+    assert value_T.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_sum_of_squared_probabilities_without_padding_and_gradient(chunk):
+    logits_TV = _case()[0].requires_grad_()
+    expected_T = (logits_TV[:, :V].double() / 0.7).softmax(-1).square().sum(-1)
+    value_T = sum_pi_squared(logits_TV, temperature=0.7, vocab_size=V, chunk=chunk)
+    torch.testing.assert_close(value_T, expected_T.float(), rtol=1e-5, atol=0)
+    assert not value_T.requires_grad
+
+
 def test_labels_and_rows_shift_inside_each_sequence():
     ids, bounds = torch.tensor([7, 8, 9, 5, 6]), cumulative([3, 2])
     assert next_token_labels(ids, bounds).tolist() == [8, 9, 0, 6, 0]
@@ -93,7 +116,8 @@ def _on_rank(rank, world, temperature, vocab):
         local_TV, labels_T, temperature=temperature, group=dist.group.WORLD, vocab_size=vocab, entropy=True, chunk=4
     )
     (log_probs_T * grads_2T[0] + entropy_T * grads_2T[1]).sum().backward()
-    return log_probs_T.detach(), entropy_T.detach(), local_TV.grad
+    squares_T = sum_pi_squared(local_TV, temperature=temperature, group=dist.group.WORLD, vocab_size=vocab, chunk=4)
+    return log_probs_T.detach(), entropy_T.detach(), squares_T, local_TV.grad
 
 
 @pytest.mark.gloo
@@ -101,8 +125,10 @@ def test_shards_of_the_vocabulary_give_the_whole_value_and_gradient():
     """Three ranks of 48 columns, 90 real ones: one full shard, one partly padding, one nothing but padding."""
     expected_log_probs, expected_entropy, expected_grad = _reference(0.7, vocab=90)
     results = run_ranks(_on_rank, 3, 0.7, 90)
-    for log_probs_T, entropy_T, _ in results:
+    expected_squares_T = (_case(90)[0][:, :90].double() / 0.7).softmax(-1).square().sum(-1)
+    for log_probs_T, entropy_T, squares_T, _ in results:
+        torch.testing.assert_close(squares_T, expected_squares_T.float(), rtol=1e-5, atol=0)
         torch.testing.assert_close(log_probs_T, expected_log_probs.float(), atol=3e-6, rtol=0)
         torch.testing.assert_close(entropy_T, expected_entropy.float(), atol=3e-6, rtol=0)
-    grad_TV = torch.cat([grad for _, _, grad in results], dim=1)
+    grad_TV = torch.cat([grad for *_, grad in results], dim=1)
     torch.testing.assert_close(grad_TV, expected_grad.float(), atol=1e-6, rtol=1e-5)

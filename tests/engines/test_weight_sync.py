@@ -1,36 +1,44 @@
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from engines.transport.shm import ShmReceiver, ShmSender, TransportError
+from engines.transport import TransportError, open_receiver, open_sender
+from engines.transport.receiver import Receiver
+from engines.transport.sender import Sender
+
+TRANSPORTS = ("shm", "broadcast")
 
 
-def _exchange(tensors: dict[str, torch.Tensor], bucket_bytes: int, *, receivers: int = 1, checksum: bool = True):
-    """Send over real sockets and shared memory, one thread per end; returns what each receiver copied."""
-    sender = ShmSender(receivers, bucket_bytes, timeout_s=10)
-    got: list[dict[str, torch.Tensor]] = [{} for _ in range(receivers)]
+def receivers_of(sender: Sender, count: int, timeout_s: float = 10) -> list[Receiver]:
+    return [open_receiver(sender.address, "cpu", timeout_s, f"replica {index}") for index in range(count)]
+
+
+def exchange(sender: Sender, receivers: list[Receiver], tensors: dict[str, torch.Tensor], version: int, check: bool):
+    """One update over real sockets and media, a thread per receiver: (what each of them copied, what was sent)."""
+    got: list[dict[str, torch.Tensor]] = [{} for _ in receivers]
 
     def receive(index: int) -> None:
-        receiver = ShmReceiver(sender.address, timeout_s=10)
-        for version in (1, 2):
-            got[index] = {name: tensor.clone() for name, tensor in receiver.receive(version)}
-            receiver.confirm(version)
-        receiver.close()
+        got[index] = {name: tensor.clone() for name, tensor in receivers[index].receive(version)}
+        receivers[index].confirm(version)
 
-    threads = [threading.Thread(target=receive, args=(index,)) for index in range(receivers)]
+    threads = [threading.Thread(target=receive, args=(index,)) for index in range(len(receivers))]
     for thread in threads:
         thread.start()
-    sent = [sender.send(iter(tensors.items()), version, checksum) for version in (1, 2)]
+    sent = sender.send(iter(tensors.items()), version, check, len(receivers))
     for thread in threads:
         thread.join()
-    sender.close()
-    return got, sent[-1]
+    return got, sent
 
 
-def _tensors() -> dict[str, torch.Tensor]:
+def close(sender: Sender, receivers: list[Receiver]) -> None:
+    for end in (*receivers, sender):
+        end.close()
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     return {
         "odd_bf16": torch.randn(3, 7, dtype=torch.bfloat16),
@@ -43,113 +51,191 @@ def _tensors() -> dict[str, torch.Tensor]:
     }
 
 
+def assert_equal(received: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    assert list(received) == list(tensors)
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype and torch.equal(received[name], tensor), name
+
+
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [256, 1000, 4096, 1 << 20])
-@pytest.mark.parametrize("receivers", [1, 2])
-def test_every_tensor_arrives_bit_equal_for_any_bucket_size(bucket_bytes, receivers):
-    tensors = _tensors()
-    got, sent = _exchange(tensors, bucket_bytes, receivers=receivers)
-    for received in got:
-        assert list(received) == list(tensors)
-        for name, tensor in tensors.items():
-            assert received[name].dtype == tensor.dtype and torch.equal(received[name], tensor), name
-    assert sent.tensors == len(tensors)
-    assert sent.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
-    assert (sent.buckets > 3) == (bucket_bytes <= 4096)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_tensor_arrives_bit_equal_for_any_bucket_size(transport, count, bucket_bytes, delta):
+    tensors = some_tensors()
+    sender = open_sender(transport, "cpu", bucket_bytes, timeout_s=10, delta=delta)
+    receivers = receivers_of(sender, count)
+    for version in (1, 2, 5):
+        got, sent = exchange(sender, receivers, tensors, version, check=version < 5)
+        for received in got:
+            assert_equal(received, tensors)
+        assert sent.tensors == len(tensors)
+        assert sent.nbytes == sum(t.numel() * t.element_size() for t in tensors.values())
+        assert (sent.buckets > 3) == (bucket_bytes <= 4096)
+        tensors["f32"].add_(1)
+    close(sender, receivers)
 
 
-def test_nothing_is_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
-    _exchange(_tensors(), 4096)
-    assert set(os.listdir("/dev/shm")) == before
+def test_a_full_bucket_is_sent_off_before_it_reaches_its_capacity():
+    """Filling and reading overlap only if a model is more than one bucket."""
+    sender = open_sender("shm", "cpu", 1 << 30, timeout_s=10)
+    receivers = receivers_of(sender, 1)
+    tensors = {f"w{index}": torch.full((5 << 20,), index, dtype=torch.uint8) for index in range(10)}
+    got, sent = exchange(sender, receivers, tensors, 1, check=False)
+    assert_equal(got[0], tensors)
+    assert sent.buckets == 3  # 4 x 5 MiB pass 16 MiB
+    close(sender, receivers)
 
 
-def _start_receiver(sender: ShmSender, body) -> threading.Thread:
-    thread = threading.Thread(target=lambda: body(ShmReceiver(sender.address, timeout_s=10)))
+def test_without_memfd_a_named_file_does_and_is_removed(monkeypatch, tmp_path):
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    sender = open_sender("shm", "cpu", 4096, timeout_s=10)
+    receivers = receivers_of(sender, 2)
+    got, _ = exchange(sender, receivers, some_tensors(), 1, check=True)
+    assert_equal(got[1], some_tensors())
+    assert len(os.listdir(tmp_path)) == 1
+    close(sender, receivers)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_receivers_may_come_go_and_be_replaced_between_updates(transport):
+    tensors = some_tensors()
+    sender = open_sender(transport, "cpu", 4096, timeout_s=10)
+    first, second, third = receivers_of(sender, 3)
+    for version, members in enumerate([[first], [first, second], [third], [first, third, second], [third]]):
+        tensors["f32"].add_(1)
+        for received in exchange(sender, members, tensors, version, check=True)[0]:
+            assert_equal(received, tensors)
+    close(sender, [first, second, third])
+
+
+def run_in_thread(body: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=body)
     thread.start()
     return thread
 
 
-def test_a_receiver_that_dies_is_reported_at_once():
-    sender = ShmSender(1, 4096, timeout_s=30)
+def test_what_does_not_know_the_secret_is_left_at_the_door():
+    sender = open_sender("shm", "cpu", 4096, timeout_s=10)
+    (receiver,) = receivers_of(sender, 1)
+    stranger = open_receiver(
+        type(sender.address)("shm", sender.address.host, sender.address.port, b"wrong"), "cpu", 10, "stranger"
+    )
+    errors: list[TransportError] = []
 
-    def die_after_first_tensor(receiver: ShmReceiver) -> None:
-        next(receiver.receive(1))
-        receiver.close()
+    def intrude() -> None:
+        try:
+            list(stranger.receive(1))
+        except TransportError as error:
+            errors.append(error)
 
-    thread = _start_receiver(sender, die_after_first_tensor)
-    with pytest.raises(TransportError, match="closed the weight channel"):
-        sender.send(iter(_tensors().items()), 1, checksum=False)
+    thread = run_in_thread(intrude)
+    got, _ = exchange(sender, [receiver], some_tensors(), 1, check=False)
     thread.join()
-    sender.close()
+    assert_equal(got[0], some_tensors())
+    assert "at the door" in str(errors[0])
+    assert sender.address.key.hex() not in repr(sender.address) and "key" not in repr(sender.address)
+    close(sender, [receiver, stranger])
 
 
-def test_a_refusal_carries_its_text_to_the_sender():
-    sender = ShmSender(1, 1 << 20, timeout_s=10)
+def test_a_refusal_carries_its_text_to_the_sender_and_the_next_update_works():
+    sender = open_sender("shm", "cpu", 1 << 20, timeout_s=10)
+    (receiver,) = receivers_of(sender, 1)
 
-    def refuse(receiver: ShmReceiver) -> None:
-        for _ in receiver.receive(1):
-            pass
+    def refuse() -> None:
+        list(receiver.receive(1))
         receiver.refuse("missing: model.norm.weight")
 
-    thread = _start_receiver(sender, refuse)
-    with pytest.raises(TransportError, match=r"missing: model\.norm\.weight"):
-        sender.send(iter(_tensors().items()), 1, checksum=False)
+    thread = run_in_thread(refuse)
+    with pytest.raises(TransportError, match=r"replica 0 refused the weights.*missing: model\.norm\.weight"):
+        sender.send(iter(some_tensors().items()), 1, False, 1)
     thread.join()
-    sender.close()
+    assert_equal(exchange(sender, [receiver], some_tensors(), 1, check=False)[0][0], some_tensors())
+    close(sender, [receiver])
 
 
-def test_a_corrupted_bucket_fails_its_checksum():
-    sender = ShmSender(1, 1 << 20, timeout_s=10)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_corrupted_bucket_fails_its_checksum(transport):
+    sender = open_sender(transport, "cpu", 1 << 20, timeout_s=10)
+    (receiver,) = receivers_of(sender, 1)
+    fetch = receiver._medium.fetch
+
+    def corrupt(slot: int, used: int) -> torch.Tensor:
+        flat = fetch(slot, used)
+        flat[0] ^= 1  # flip one bit of what travels
+        return flat
+
+    receiver._medium.fetch = corrupt
     errors: list[str] = []
 
-    def receive(receiver: ShmReceiver) -> None:
-        receiver._map()
-        original = receiver._next
-
-        def corrupt() -> tuple:
-            message = original()
-            if message[0] == "bucket":
-                receiver._memory[0] ^= 1  # flip one bit of what travels
-            return message
-
-        receiver._next = corrupt
+    def receive() -> None:
         try:
             list(receiver.receive(1))
         except TransportError as error:
             errors.append(str(error))
             receiver.refuse(str(error))
 
-    thread = _start_receiver(sender, receive)
-    with pytest.raises(TransportError, match="checksum"):
-        sender.send(iter(_tensors().items()), 1, checksum=True)
+    thread = run_in_thread(receive)
+    with pytest.raises(TransportError, match=r"odd_bf16 to last.*another checksum"):
+        sender.send(iter(some_tensors().items()), 1, True, 1)
     thread.join()
-    assert "checksum differs in slot 0" in errors[0]
+    assert "bucket 0" in errors[0]
+    close(sender, [receiver])
+
+
+def test_a_failing_stream_tells_the_receivers_why():
+    sender = open_sender("shm", "cpu", 4096, timeout_s=10)
+    (receiver,) = receivers_of(sender, 1)
+    errors: list[str] = []
+
+    def receive() -> None:
+        try:
+            list(receiver.receive(1))
+        except TransportError as error:
+            errors.append(str(error))
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(4096)
+        raise RuntimeError("gather of w2 failed")
+
+    thread = run_in_thread(receive)
+    with pytest.raises(RuntimeError, match="gather of w2 failed"):
+        sender.send(stream(), 1, False, 1)
+    thread.join()
+    assert "gather of w2 failed" in errors[0]
+    close(sender, [receiver])
+
+
+def test_the_stream_is_read_to_its_end_when_receivers_fail():
+    """Other training ranks take part in the collectives behind it and must not be left waiting."""
+    sender = open_sender("shm", "cpu", 4096, timeout_s=0.2)
+    taken = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(5):
+            taken.append(index)
+            yield f"w{index}", torch.zeros(2000)
+
+    with pytest.raises(TransportError, match="got 0 of 1 rollout workers"):
+        sender.send(stream(), 1, False, 1)
+    assert taken == [0, 1, 2, 3, 4]
     sender.close()
 
 
-def test_the_wrong_version_is_an_error_and_silence_times_out():
-    sender = ShmSender(1, 4096, timeout_s=0.3)
+def test_an_update_is_confirmed_only_when_it_was_read_to_the_end():
+    sender = open_sender("shm", "cpu", 4096, timeout_s=10)
+    (receiver,) = receivers_of(sender, 1)
 
-    def wait_for_another_version(receiver: ShmReceiver) -> None:
-        with pytest.raises(TransportError, match="expected version 7"):
-            list(receiver.receive(7))
-        done.wait(10)
+    def stop_early() -> None:
+        next(receiver.receive(1))
+        with pytest.raises(AssertionError, match="before its stream was read to the end"):
+            receiver.confirm(1)
+        receiver.close()
 
-    done = threading.Event()
-    thread = _start_receiver(sender, wait_for_another_version)
-    with pytest.raises(TransportError, match=r"for 0\.3 s"):
-        sender.send(iter(_tensors().items()), 1, checksum=False)
-    done.set()
+    thread = run_in_thread(stop_early)
+    with pytest.raises(TransportError, match="replica 0 closed the weight channel"):
+        sender.send(iter(some_tensors().items()), 1, False, 1)
     thread.join()
     sender.close()
-
-
-def test_a_missing_receiver_times_out_with_a_clear_error():
-    sender = ShmSender(1, 4096, timeout_s=0.2)
-    with pytest.raises(TransportError, match="no connection from a rollout worker"):
-        sender.send(_one(), 1, checksum=False)
-    sender.close()
-
-
-def _one() -> Iterator[tuple[str, torch.Tensor]]:
-    yield "w", torch.zeros(1)

@@ -93,6 +93,76 @@ def test_reinforce_plus_plus_discounts_and_whitens():
     assert advantages[1] == pytest.approx([-1.043274, -1.141511], abs=1e-6)
 
 
+def test_gae_whitens_advantages_and_not_returns():
+    options = AdvantageOptions(gamma=1.0, lam=0.95)
+    values = {"values": [[0.5, 0.4, 0.8]]}
+    advantages, returns = per_token("gae", [[0.0, 0.0, 1.0]], [3], "a", options, **values)
+    assert advantages[0] == pytest.approx([0.219836, 0.871792, -1.091628], abs=1e-6)
+    assert returns[0] == pytest.approx([0.9605, 0.99, 1.0])
+
+
+def test_gae_in_plain_recursion():
+    """Rows of different length against the definition, with a discount."""
+    gamma, lam = 0.9, 0.8
+    rewards, values = [[0.0, 0.3, 1.0], [-1.0]], [[0.5, 0.4, 0.8], [0.25]]
+    _, returns = per_token("gae", rewards, [3, 1], "ab", AdvantageOptions(gamma=gamma, lam=lam), values=values)
+    for r, v, found in zip(rewards, values, returns, strict=True):
+        later, expected = 0.0, []
+        for t in reversed(range(len(r))):
+            later = r[t] + gamma * (v[t + 1] if t + 1 < len(v) else 0.0) - v[t] + gamma * lam * later
+            expected.insert(0, later + v[t])
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_gae_skips_tokens_of_tools_whatever_the_critic_says_there():
+    """The same three model tokens with an observation between them."""
+    extras = {"loss_mask": [[1, 0, 1, 1]], "values": [[0.5, math.nan, 0.4, 0.8]]}
+    options = AdvantageOptions(gamma=1.0, lam=0.95)
+    advantages, returns = per_token("gae", [[0.0, 0.0, 0.0, 1.0]], [4], "a", options, **extras)
+    assert advantages[0] == pytest.approx([0.219836, 0, 0.871792, -1.091628], abs=1e-6)
+    assert returns[0] == pytest.approx([0.9605, 0, 0.99, 1.0])
+
+
+def test_gae_teaches_the_critic_nothing_from_a_lost_reward():
+    """The reward-carrying token was rejected: the other token has advantage 0 and the critic's own value as return."""
+    tokens = dict(loss_mask=[[1, 0], [1, 1]], rs_mask=[[1, 0], [1, 1]], response_mask=[[1, 1], [1, 1]])
+    batch = make_batch([2, 2], values=[[0.25, 0.5], [0.0, 0.0]], **tokens)
+    samples = AdvantageInput.from_batch(batch, [9.0, 1.0], ["a", "b"])
+    result = compute_advantages("gae", samples, AdvantageOptions(gamma=1.0, lam=1.0))
+    assert result.advantages_T[PROMPT : PROMPT + 2].tolist() == [0.0, 0.0]
+    assert result.returns_T[PROMPT : PROMPT + 2].tolist() == [0.25, 0.0]
+    assert result.metrics["critic/values/max"].value == 0.25
+
+
+def test_reinforce_discounts_over_model_tokens():
+    values = per_token("reinforce", [[0.0, 0.0, 1.0], [0.0, -1.0]], [3, 2], "ab", AdvantageOptions(gamma=0.9))
+    assert values[0][0] == pytest.approx([0.81, 0.9, 1]) and values[0][1] == pytest.approx([-0.9, -1])
+
+
+def test_whitening_and_the_clip_of_any_estimator():
+    """Advantages +1 on four tokens, -1 on one."""
+    options = {"whiten_advantages": True, "advantage_clip": 1.5}
+    values = per_sample("reinforce", [1.0, -1.0], "ab", lengths=[4, 1], **options)
+    assert values == pytest.approx([0.447214, -1.5], abs=1e-6)
+    batch = make_batch([4, 1])
+    samples = AdvantageInput.from_batch(batch, [1.0, -1.0], "ab")
+    metrics = compute_advantages("reinforce", samples, AdvantageOptions(**options)).metrics
+    assert metrics["critic/advantage_clip_frac"].value == 0.2
+    assert per_sample("reinforce", [1.0, -1.0], "ab", lengths=[4, 1], whiten_advantages=True)[1] == pytest.approx(
+        -1.788854, abs=1e-6
+    )
+    assert per_sample("reinforce", [3.0], "a", advantage_clip=0.0) == [3.0]  # 0 is off
+
+
+def test_the_shift_comes_after_whitening_and_before_the_clip():
+    batch = make_batch([4, 1])
+    samples = AdvantageInput.from_batch(batch, [1.0, -1.0], "ab")
+    samples = AdvantageInput(**{**vars(samples), "shift": (-0.447214, -5.0)})
+    options = AdvantageOptions(whiten_advantages=True, advantage_clip=2.0)
+    advantages_T = compute_advantages("reinforce", samples, options).advantages_T
+    assert advantages_T[PROMPT].item() == pytest.approx(0.0, abs=1e-6) and advantages_T[-1].item() == -2.0
+
+
 def test_time_skips_tokens_of_tools():
     """Four positions, the second and third are an observation: gamma acts once."""
     extras = {"loss_mask": [[1, 0, 0, 1], [1, 0, 0, 1]]}
@@ -112,6 +182,14 @@ def test_remax_subtracts_the_greedy_score():
     result = compute_advantages("remax", samples, AdvantageOptions())
     assert result.advantages_T.tolist() == [0, 0, 0.75, 0.75, 0.75]
     assert result.returns_T.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_remax_without_a_greedy_answer_drops_the_prompt():
+    batch = make_batch([2, 2, 2])
+    samples = AdvantageInput.from_batch(batch, [1.0, 0.0, 1.0], "aab", greedy_scores=[None, None, 0.25])
+    result = compute_advantages("remax", samples, AdvantageOptions())
+    assert samples.baseline == (False, False, True)
+    assert result.advantages_T.tolist() == [0] * 8 + [0, 0, 0.75, 0.75]
 
 
 def test_optimal_token_baseline_with_a_lone_tail():
@@ -221,6 +299,34 @@ def test_metrics_describe_valid_tokens():
     assert metrics["critic/equal_reward_groups"].value == 0
 
 
+NEEDS = {
+    "values": [[0.5, 0.2, 0.1], [0.3, 0.4, 0.0], [0.1, 0.2, 0.3]],
+    "old_log_probs": [[-0.5, -0.2, -0.1], [-0.3, -0.4, -0.9], [-0.1, -0.2, -0.3]],
+    "sum_pi_squared": [[0.5, 0.7, 0.8], [0.6, 0.5, 0.4], [0.9, 0.7, 0.6]],
+}
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_what_stands_at_masked_positions_reaches_nothing(name):
+    """Prompts and tool tokens full of nan; the numbers of the model tokens stay as they were."""
+    model = [[1, 0, 1], [1, 1, 0], [1, 1, 1]]
+
+    def run(filler):
+        masked = {
+            key: [[v if m else filler for v, m in zip(*pair, strict=True)] for pair in zip(rows, model, strict=True)]
+            for key, rows in NEEDS.items()
+        }
+        batch = make_batch([3, 3, 3], loss_mask=model, **masked)
+        for key in NEEDS:
+            batch.tokens[key].view(3, -1)[:, :PROMPT] = filler
+        samples = AdvantageInput.from_batch(batch, [1.0, 0.0, 0.5], "aaa", greedy_scores=[0.2] * 3)
+        return compute_advantages(name, samples, AdvantageOptions(gamma=0.9, lam=0.9))
+
+    dirty, clean = run(math.nan), run(0.0)
+    assert torch.equal(dirty.advantages_T, clean.advantages_T) and dirty.advantages_T.abs().sum() > 0
+    assert torch.equal(dirty.returns_T, clean.returns_T)
+
+
 def double_rewards(samples, options):
     values_T = samples.broadcast([2 * reward for reward in samples.rewards])
     return values_T, values_T
@@ -243,7 +349,7 @@ def test_unknown_estimators_fail_by_name(name):
 )
 def test_the_order_of_samples_does_not_matter(rows, rng: random.Random):
     order = rng.sample(range(len(rows)), len(rows))
-    for name in sorted(set(ADVANTAGES) - {"remax", "optimal_token_baseline", "tir_optimal_token_baseline"}):
+    for name in sorted(set(ADVANTAGES) - {"gae", "remax", "optimal_token_baseline", "tir_optimal_token_baseline"}):
         one = per_sample_rows(name, rows)
         two = per_sample_rows(name, [rows[i] for i in order])
         for place, i in enumerate(order):

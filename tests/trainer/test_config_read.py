@@ -12,11 +12,14 @@ READ_HERE = {
     "actor_rollout_ref.actor.clip_ratio",
     "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.ref.strategy",
+    "critic.strategy",
     "actor_rollout_ref.rollout.prompt_length",
     "actor_rollout_ref.rollout.response_length",
     "actor_rollout_ref.actor.megatron.use_mbridge",
     "actor_rollout_ref.ref.megatron.use_mbridge",
+    "critic.megatron.use_mbridge",
     "actor_rollout_ref.model.use_remove_padding",
+    "critic.model.use_remove_padding",
     "actor_rollout_ref.rollout.val_kwargs.do_sample",
     "trainer.project_name",
     "trainer.experiment_name",
@@ -24,6 +27,7 @@ READ_HERE = {
     "data.gen_batch_size",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype",
     "actor_rollout_ref.ref.fsdp_config.mixed_precision.buffer_dtype",
+    "critic.fsdp.mixed_precision.buffer_dtype",
     "actor_rollout_ref.rollout.checkpoint_engine.backend",
     "trainer.nnodes",  # these four: factors of derived.world_size and derived.rollout_replicas
     "trainer.n_gpus_per_node",
@@ -54,7 +58,7 @@ def unread() -> list[str]:
     return missing + [
         f"rewards.*.{key}"
         for key in domain_leaves()
-        if key not in used and key not in ("worker", "infer_batch_size", "template")
+        if key not in used and key not in ("worker", "infer_batch_size", "template", "devices")
     ]
 
 

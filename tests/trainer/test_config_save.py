@@ -102,7 +102,7 @@ def test_explain(tmp_path):
     text = load_config(["--explain", f"{ACTOR}.ppo_mini_batch_size"]).text
     assert text == explain(f"{ACTOR}.ppo_mini_batch_size")
     assert "whole number" in text and "256" in text and "prompts per optimizer step" in text and "works" in text
-    assert "not built yet" in explain("algorithm.use_kl_in_reward")
+    assert "not built yet" in explain("algorithm.use_pf_ppo")
     assert "megatron only" in explain(f"{ACTOR}.optim.lr_decay_style")
     assert "works for hf" in explain(f"{ROLLOUT}.name")
     assert "legacy spelling of" in explain(f"{ACTOR}.grad_clip")

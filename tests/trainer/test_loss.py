@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.metric import merge
 from trainer.batching import balance, denominators, scatter
+from trainer.importance import WeightRule
 from trainer.loss import AGG_MODES, LossOptions, PolicyLoss, aggregate
 from trainer.policy_loss import LOSSES
 
@@ -232,6 +233,9 @@ def mode_options(mode):
         clip_ratio_c=2.0,
         loss_scale_factor=7.0,
         dro_beta=0.3,
+        length_loss_coef=0.3,
+        rollout_weights=WeightRule("geometric", 1.05),
+        bypass=mode == "bypass_reinforce",
         use_kl_loss=True,
         kl_loss_coef=0.2,
         entropy_coeff=0.1,
@@ -251,8 +255,10 @@ def random_batch(lengths, seed):
         "ref_log_probs": log_probs - noise(0.4),
         "advantages": noise(),
         "rollout_is_weights": torch.rand(total, generator=generator) + 0.5,
+        "cov_selected": (torch.rand(total, generator=generator) < 0.4).float(),
     }
     batch.samples["loss_weights"] = torch.rand(len(lengths), generator=generator) + 0.5
+    batch.samples["length_weights"] = torch.rand(len(lengths), generator=generator) - 0.5
     batch.tokens["log_probs"], batch.tokens["entropy"] = log_probs, torch.rand(total, generator=generator)
     return batch
 
@@ -366,6 +372,9 @@ def test_the_loss_can_be_pickled():
         ({"clip_ratio_low": 0.0}, "distances"),
         ({"clip_ratio_high": -0.1}, "distances"),
         ({"clip_ratio_c": 1.0}, "more than 1"),
+        ({"clip_cov_lb": 5.0}, "below the upper"),
+        ({"loss_mode": "no_such_module:f"}, "no_such_module"),
+        ({"loss_mode": "math:f"}, "has no function 'f'"),
         ({"kl_loss_type": "full"}, "KL estimator"),
     ],
 )

@@ -11,112 +11,18 @@ import matplotlib.image
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
+from tests.trainer.prompt_bench import rows_of, source, uids
 from trainer.prompts import (
     DataError,
     Message,
-    PromptEncoder,
     PromptSource,
     Row,
     load_rows,
-    load_tokenizer,
     write_report,
 )
 from trainer.prompts.cursor import truncate
-from trainer.prompts.report import length_histogram
-
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if thinking %}<think>{% endif %}{% endif %}"
-)
-SPECIALS = ["<s>", "</s>", "<|end|>", "<|user|>", "<|system|>", "<|assistant|>", "<think>", "</think>"]
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and like many a real one it would add its own BOS."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIALS)
-    bos = ("<s>", backend.token_to_id("<s>"))
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", additional_special_tokens=SPECIALS[2:]
-    )
-    tokenizer.chat_template = CHAT
-    return tokenizer
-
-
-TOKENIZER = byte_tokenizer()
-ENCODER = PromptEncoder(TOKENIZER)
-OVERHEAD = 4  # <s> <|user|> ... <|end|> <|assistant|>
-
-
-def rows_of(count: int, text: str = "q", tag: str = "t") -> list[Row]:
-    return [
-        Row(str(i), tag, "math_rule", (Message("user", text),), "7", origin=("a.jsonl", i + 1)) for i in range(count)
-    ]
-
-
-def source(rows: list[Row], **options) -> PromptSource:
-    defaults = dict(batch_size=2, shuffle=True, seed=1, max_prompt_length=64)
-    return PromptSource(rows, ENCODER, **{**defaults, **options})
-
-
-def uids(batches: list) -> list[list[str]]:
-    return [[item.uid for item in batch] for batch in batches]
-
-
-def test_one_beginning_of_sequence_and_special_tokens_as_single_ids():
-    assert TOKENIZER("q")["input_ids"][0] == TOKENIZER.bos_token_id
-    ids = ENCODER.encode((Message("user", "q"),))
-    assert ENCODER.render(ids) == "<s><|user|>q<|end|><|assistant|>"
-    assert ids.count(TOKENIZER.bos_token_id) == 1 and len(ids) == OVERHEAD + 1
-
-
-def test_decoding_for_scorers_cuts_special_tokens_but_keeps_thinking_marks():
-    ids = TOKENIZER("<think>a</think> b<|end|></s>", add_special_tokens=False)["input_ids"]
-    assert "</s>" in ENCODER.render(ids)
-    assert ENCODER.decode(ids) == "<think>a</think> b"
-
-
-def test_template_arguments_and_own_template():
-    thinking = PromptEncoder(TOKENIZER, {"thinking": True})
-    ids = thinking.encode((Message("user", "q"),))
-    assert thinking.render(ids).endswith("<|assistant|><think>") and thinking.opens_think(ids)
-    assert not ENCODER.opens_think(ENCODER.encode((Message("user", "q"),)))
-    own = PromptEncoder(TOKENIZER, custom_chat_template="{{ messages[-1].content }}!")
-    assert own.render(own.encode((Message("user", "q"),))) == "q!"
-    assert len({thinking.fingerprint, ENCODER.fingerprint, own.fingerprint}) == 3
-    bare = byte_tokenizer()
-    bare.chat_template = None
-    with pytest.raises(ValueError, match="got a tokenizer without chat template"):
-        PromptEncoder(bare)
-
-
-def test_a_tokenizer_is_read_from_a_folder(tmp_path):
-    TOKENIZER.save_pretrained(tmp_path)
-    assert PromptEncoder(load_tokenizer(str(tmp_path))).fingerprint == ENCODER.fingerprint
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        ValueError, match=r"(?s)got no tokenizer from .*empty.*; expected a Hugging Face model directory"
-    ):
-        load_tokenizer(str(tmp_path / "empty"))
-
-
-def test_a_template_that_fails_names_the_row():
-    rows = rows_of(3)
-    rows[1] = Row("1", "t", "math_rule", (Message("user", "q"), Message("tool", "x")), "7", origin=("a.jsonl", 2))
-    with pytest.raises(DataError) as caught:
-        source(rows)
-    assert str(caught.value) == (
-        "[D31] a.jsonl:2 field 'messages': got no tools here; expected a renderable conversation. Choose data.template"
-    )
+from trainer.prompts.report import length_histogram, padding_waste, report_text
 
 
 def test_truncation_of_twelve_ids_to_eight():
@@ -130,28 +36,12 @@ def test_truncation_of_twelve_ids_to_eight():
 
 def test_prompts_that_are_too_long():
     rows = [*rows_of(2), Row("L", "t", "math_rule", (Message("user", "x" * 61),), "7", origin=("a.jsonl", 3))]
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="got 65 tokens"):
         source(rows)
-    assert str(caught.value) == (
-        "[D29] a.jsonl:3: got 65 tokens; expected <= 64 (data.max_prompt_length). Filter, truncate or raise the limit"
-    )
     assert len(source(rows, max_prompt_length=65)) == 3  # exactly at the limit stays
     filtered = source(rows, filter_overlong=True)
     assert (len(filtered), filtered.overlong) == (2, {"t": 1})
     assert source(rows, truncation="left").lengths == [5, 5, 64]
-
-
-def test_too_few_rows_for_one_batch():
-    with pytest.raises(DataError) as caught:
-        source(rows_of(3), batch_size=4)
-    assert str(caught.value) == (
-        "[D30] a.jsonl: got 3 rows, train_batch_size 4, 0 steps; expected at least 4. Add data or lower the batch"
-    )
-    with pytest.raises(DataError) as caught:
-        source(rows_of(812, "x" * 99), filter_overlong=True)
-    assert str(caught.value) == (
-        "[D32] a.jsonl: got kept 0 of 812 (overlong 812); expected at least one batch. Raise data.max_prompt_length"
-    )
 
 
 def test_equal_content_gives_equal_ids_in_every_format(tmp_path):
@@ -287,6 +177,8 @@ def test_validation_sees_every_row_once_and_the_same_uids_each_time():
 def test_length_histogram_buckets():
     assert length_histogram([800, 1024, 1025, 2048, 2049], 1024) == [(1024, 2), (2048, 2), (3072, 1)]
     assert length_histogram([1, 2049], 1024) == [(1024, 1), (2048, 0), (3072, 1)]
+    assert padding_waste([800, 1024, 1025, 2048, 2049], 1024) == pytest.approx(1 - 6946 / 9216)
+    assert padding_waste([4, 8], 4) == 0
 
 
 def test_the_report_and_its_picture(tmp_path):
@@ -305,6 +197,8 @@ def test_the_report_and_its_picture(tmp_path):
         4,
         {"overlong": {"math_rule": 1}},
     )
+    assert (facts["rows_per_tag"], facts["rows_per_domain"]) == ({"math_rule": 5}, {"math_rule": 5})
+    assert report["length_histogram"] == {"8": 4} and report["padding_waste"] == 1 - 5 / 8
     assert report["prompt_tokens"] == {"min": 5, "mean": 5, "p50": 5, "p95": 5, "max": 5}
     assert report["examples"] == {"math_rule": "<s><|user|>q<|end|><|assistant|>"}
     with (tmp_path / "run/length_hist.csv").open() as stream:
@@ -312,3 +206,34 @@ def test_the_report_and_its_picture(tmp_path):
     assert table == [["part", "up_to_tokens", "rows"], ["train", "8", "4"], ["validation", "8", "4"]]
     pixels = matplotlib.image.imread(tmp_path / "run/length_hist.png")
     assert pixels.shape[0] > 200 and pixels[..., :3].std() > 0.05
+
+
+def test_the_report_in_words(tmp_path):
+    write_rows(tmp_path / "a.jsonl", 3)
+    with (tmp_path / "a.jsonl").open("a") as stream:
+        stream.write(
+            "\n" + json.dumps({"id": "x", "tag": "math_rule", "prompt": "q" * 90, "ground_truth": 1.5, "hue": 1})
+        )
+    size = (tmp_path / "a.jsonl").stat().st_size
+    rows = load_rows(["a.jsonl"], dataset_dir=tmp_path, domains={})
+    cut = write_report(tmp_path, source(rows, truncation="right"), bucket=32)
+    assert cut["train"]["truncated"] == {"math_rule": 1}
+    filtered = write_report(tmp_path, source(rows, filter_overlong=True), bucket=32)
+    assert (
+        report_text(filtered)
+        == f"""\
+train data: 4 rows, 3 kept
+  a.jsonl: 4 rows, 1 blank lines; {size} bytes
+    id: int 3, str 1
+    tag: str 4
+    prompt: str 4
+    ground_truth: str 3, float 1
+    hue: int 1   (not a known column: kept in extra)
+    by tag: math_rule 4; by domain: math_rule 4
+  overlong: math_rule 1
+  prompt tokens: min 5, mean 5, p50 5, p95 5, max 5
+    up to 32 tokens: 3 rows
+    padded to these edges, 0.8438 of all tokens would be padding
+  a prompt of math_rule:
+    | <s><|user|>q<|end|><|assistant|>"""
+    )

@@ -18,6 +18,7 @@ from trainer.validation import (
     summarise,
     write_samples,
 )
+from trainer.validation_history import ValidationHistory
 
 
 def record(uid="p", index=0, acc=1.0, tag="t", pred=None, score=None, length=10, finish="stop", failed=False):
@@ -159,3 +160,80 @@ def test_the_table_shows_the_same_samples_at_every_step():
     assert len({row[1] for row in first}) == 3
     columns, again = sample_table(records[::-1], 3, step=2)
     assert columns[0] == "step" and again == [["2", *row] for row in first]
+
+
+def checks(history: ValidationHistory, *rows: tuple[float, float | None]) -> list[list[str]]:
+    return [
+        history.update(step, {"val_correct/all/mean": value, "val_correct/t/mean": value}, reward)
+        for step, (value, reward) in enumerate(rows)
+    ]
+
+
+def best(folder) -> dict:
+    return json.loads((folder / "best.json").read_text("utf-8"))
+
+
+def test_the_best_step_of_each_tag_and_its_checkpoint(tmp_path):
+    history = ValidationHistory(tmp_path)
+    history.update(0, {"val_correct/all/mean": 0.2, "val_correct/a/b/mean": math.nan, "val-aux/t/failed": 9}, None)
+    assert best(tmp_path) == {"all": {"step": 0, "val_correct": 0.2, "checkpoint": None}}
+    history.update(4, {"val_correct/all/mean": 0.5, "val_correct/a/b/mean": 0.1}, 0.3)
+    (tmp_path / "global_step_4").mkdir()
+    history.write()
+    history.update(8, {"val_correct/all/mean": 0.5, "val_correct/a/b/mean": 0.2}, 0.4)
+    assert best(tmp_path) == {
+        "all": {"step": 4, "val_correct": 0.5, "checkpoint": "global_step_4"},  # the first of equal ones
+        "a/b": {"step": 8, "val_correct": 0.2, "checkpoint": None},
+    }
+    (tmp_path / "global_step_4").rmdir()  # by retention
+    history.write()
+    assert best(tmp_path)["all"]["checkpoint"] is None
+
+
+FALLING = [(0.2, None), (0.6, 0.3), (0.5, 0.4), (0.4, 0.5), (0.3, 0.6)]
+
+
+def test_accuracy_that_falls_while_the_score_rises_gives_one_warning(tmp_path):
+    given = checks(ValidationHistory(tmp_path, 2), *FALLING)
+    assert [len(each) for each in given] == [0, 0, 0, 1, 0]
+    assert given[3] == [
+        "step 3: val_correct/all/mean fell in 2 checks in a row, 0.600 -> 0.400, while the training score rose to "
+        "0.500; raise actor_rollout_ref.rollout.n or the KL coefficient, or go back to step 1, the best one (best.json)"
+    ]
+    assert [len(each) for each in checks(ValidationHistory(tmp_path, 3), *FALLING)] == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0.6, 0.3), (0.5, 0.3), (0.4, 0.3)],  # the score does not rise
+        [(0.6, 0.3), (0.5, 0.4), (0.5, 0.5)],  # standing still is no fall
+        [(0.6, 0.3), (0.5, 0.4), (0.55, 0.5), (0.5, 0.6)],  # not in a row
+        [(0.6, None), (0.5, None), (0.4, 0.5)],  # nothing to compare with
+        [(0.6, 0.3), (math.nan, 0.4), (0.4, 0.5)],
+    ],
+)
+def test_no_warning(tmp_path, rows):
+    assert not any(checks(ValidationHistory(tmp_path, 2), *rows))
+    assert not any(checks(ValidationHistory(tmp_path), *FALLING))
+
+
+@pytest.mark.parametrize("saved_after", range(1, 5))
+def test_history_resumes_exactly(tmp_path, saved_after):
+    straight = ValidationHistory(tmp_path / "a", 2)
+    expected = checks(straight, *FALLING)
+    broken = ValidationHistory(tmp_path / "b", 2)
+    found = checks(broken, *FALLING[:saved_after])
+    state = json.loads(json.dumps(broken.state_dict()))
+    broken.update(99, {"val_correct/all/mean": 1.0}, 0.0)  # a step that the resume undoes
+    resumed = ValidationHistory(tmp_path / "b", 2)
+    resumed.load_state_dict(state)
+    for step, (value, reward) in list(enumerate(FALLING))[saved_after:]:
+        found.append(resumed.update(step, {"val_correct/all/mean": value, "val_correct/t/mean": value}, reward))
+    assert found == expected and best(tmp_path / "b") == best(tmp_path / "a")
+    assert resumed.state_dict() == straight.state_dict()
+
+
+def test_patience_must_be_positive(tmp_path):
+    with pytest.raises(ValueError, match=r"got trainer\.overfit_patience=0; expected at least 1, or null"):
+        ValidationHistory(tmp_path, 0)

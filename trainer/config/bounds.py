@@ -11,9 +11,11 @@ from trainer.config.patterns import expand_all
 
 POSITIVE = (
     "data.{train_batch_size,gen_batch_size,max_prompt_length,max_response_length,val_batch_size}",
+    "data.{length_bucket,filter_overlong_prompts_workers,max_reported_errors,max_line_bytes}",
     "actor_rollout_ref.nccl_timeout",
     "actor_rollout_ref.actor.{ppo_mini_batch_size,ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu,ppo_epochs}",
-    "actor_rollout_ref.actor.loss_scale_factor",
+    "{actor_rollout_ref.actor,critic}.loss_scale_factor",
+    "critic.{ppo_mini_batch_size,ppo_micro_batch_size_per_gpu,ppo_max_token_len_per_gpu,ppo_epochs,cliprange_value}",
     "actor_rollout_ref.ref.{log_prob_micro_batch_size_per_gpu,log_prob_max_token_len_per_gpu}",
     "actor_rollout_ref.{actor,ref}.fsdp_config.ulysses_sequence_parallel_size",
     "actor_rollout_ref.{actor,ref}.megatron.{tensor_model_parallel_size,pipeline_model_parallel_size}",
@@ -24,14 +26,18 @@ POSITIVE = (
     "actor_rollout_ref.rollout.{log_prob_micro_batch_size_per_gpu,log_prob_max_token_len_per_gpu}",
     "actor_rollout_ref.rollout.val_kwargs.n",
     "actor_rollout_ref.rollout.{repetition_penalty,checkpoint_engine.update_weights_bucket_megabytes}",
-    "reward.{num_workers,timeout_s}",
+    "reward.{num_workers,timeout_s,length_penalty.max_len}",
+    "algorithm.error_max_len_threshold",
     "trainer.{nnodes,n_gpus_per_node,total_epochs,total_training_steps,max_actor_ckpt_to_keep}",
     "trainer.{nonfinite_grad.max_consecutive,consistency.patience}",
 )
 NOT_NEGATIVE = (
     "actor_rollout_ref.rollout.{nnodes,val_kwargs.temperature}",
-    "actor_rollout_ref.actor.optim.{lr,weight_decay,clip_grad,lr_warmup_steps_ratio}",
+    "{actor_rollout_ref.actor,critic}.optim.{lr,weight_decay,clip_grad,lr_warmup_steps_ratio}",
+    "trainer.critic_warmup",
     "actor_rollout_ref.actor.{kl_loss_coef,router_replay.max_invalid_ratio}",
+    "algorithm.{reward_clip,advantage_clip}",
+    "reward.length_penalty.{coef,free_len}",
     "trainer.log_val_generations",
 )
 TOP_K = ("actor_rollout_ref.rollout.{top_k,val_kwargs.top_k}",)
@@ -59,10 +65,10 @@ def check(values: Mapping[str, Any], explicit: Mapping[str, Item]) -> list[Confi
                         "value.range", key, f"{key.rpartition('.')[2]}={value}", wanted, f"{key}={fix}", position
                     )
                 )
-    betas = values["actor_rollout_ref.actor.optim.betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        key = "actor_rollout_ref.actor.optim.betas"
-        errors.append(
-            ConfigError("value.range", key, f"betas={list(betas)}", "two numbers in [0, 1)", f"{key}=[0.9,0.999]")
-        )
+    for key in expand_all(("{actor_rollout_ref.actor,critic}.optim.betas",)):
+        betas = values[key]
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            errors.append(
+                ConfigError("value.range", key, f"betas={list(betas)}", "two numbers in [0, 1)", f"{key}=[0.9,0.999]")
+            )
     return errors

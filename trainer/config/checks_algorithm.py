@@ -18,6 +18,7 @@ ESTIMATORS = (
     "optimal_token_baseline",
     "gdpo",
 )
+GROUPED = ("grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 
 def check(view: Inspection) -> None:
@@ -40,7 +41,7 @@ def estimator(view: Inspection) -> None:
         view.error(
             "algo.adv", "actor_rollout_ref.rollout.n", f"n={n}, {name}", "n >= 2", "actor_rollout_ref.rollout.n=2"
         )
-    if name in ("grpo", "rloo") and n == 1:
+    if name in GROUPED and n == 1:
         view.notices.append(f"algorithm.adv_estimator={name} with rollout.n=1: a group of one has no baseline")
 
 

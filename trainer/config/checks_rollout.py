@@ -14,6 +14,8 @@ ROUTES_SINCE = (0, 22)
 
 def check(view: Inspection) -> None:
     pool(view)
+    sleep(view)
+    staleness(view)
     world(view)
     expert(view)
     temperature(view)
@@ -52,6 +54,35 @@ def pool(view: Inspection) -> None:
             f"backend={backend}, hybrid_engine=True",
             "naive: trainer and rollout share their devices",
             f"{ROLLOUT}.checkpoint_engine.backend=naive",
+        )
+
+
+def sleep(view: Inspection) -> None:
+    level = view.rollout.sleep_level
+    if level not in (1, 2):
+        key = f"{ROLLOUT}.sleep_level"
+        view.error("roll.sleep", key, f"sleep_level={level}", "1 (weights wait on the host) or 2", f"{key}=1")
+
+
+def staleness(view: Inspection) -> None:
+    """How old a sample can be when it is trained on is known beforehand."""
+    modes = view.config.trainer.v1
+    if modes.trainer_mode != "separate_async":
+        return
+    ahead, every = modes.separate_async.num_warmup_batches, modes.separate_async.parameter_sync_step
+    key, limit = "trainer.v1.sampler.max_off_policy_threshold", modes.sampler.max_off_policy_threshold
+    for name, value in (("num_warmup_batches", ahead), ("parameter_sync_step", every)):
+        if value < 1:
+            full = f"trainer.v1.separate_async.{name}"
+            view.error("roll.async", full, f"{name}={value}, trainer_mode=separate_async", "1 or more", f"{full}=1")
+    if ahead + every - 1 > limit:
+        view.error(
+            "roll.async",
+            key,
+            f"max_off_policy_threshold={limit}; num_warmup_batches {ahead} + parameter_sync_step {every} - 1 = "
+            f"{ahead + every - 1} weight versions",
+            "a threshold that no sample can exceed",
+            f"{key}={ahead + every - 1}   (or trainer.v1.separate_async.parameter_sync_step=1)",
         )
 
 

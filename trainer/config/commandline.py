@@ -18,7 +18,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.legacy import CORRECTION, Item
 from trainer.config.values import plain, scalars, to_text
 
-ACTIONS = {"--dry-run": "dry-run", "--cfg": "cfg", "--explain": "explain"}
+ACTIONS = {"--dry-run": "dry-run", "--check-data": "check-data", "--cfg": "cfg", "--explain": "explain"}
 FLAGS_WITH_VALUE = ("--cfg", "--explain", "--config-name", "--config-path", "--config", "-cn", "-cp", "-c")
 SHORT = {"-cn": "--config-name", "-cp": "--config-path", "-c": "--cfg"}
 MULTIRUN = ("-m", "--multirun")
@@ -91,7 +91,8 @@ def _flag(line: CommandLine, flag: str, value: str, position: int) -> None:
     elif flag in MULTIRUN:
         line.errors.append(_refuse(flag, position, "one run per command", "start one command per run"))
     else:
-        expected = "key=value, or one of --dry-run, --cfg resolved, --explain KEY, --config-name NAME, --config FILE"
+        flags = "--dry-run, --check-data, --cfg resolved, --explain KEY, --config-name NAME, --config FILE"
+        expected = f"key=value, or one of {flags}"
         line.errors.append(_refuse(flag, position, expected, f"{flag.lstrip('-')}={value or 'VALUE'}"))
 
 

@@ -61,6 +61,7 @@ def inherit(values: dict[str, Any], explicit: Mapping[str, Item], engine: str) -
         for leaf in REF_FSDP:
             if f"{REF}.fsdp_config.{leaf}" not in explicit:
                 values[f"{REF}.fsdp_config.{leaf}"] = values[f"{ACTOR}.fsdp_config.{leaf}"]
+    _critic_model(values, explicit)
     if values["critic.enable"] is None:
         values["critic.enable"] = values["algorithm.adv_estimator"] == "gae"
     if values["trainer.default_local_dir"] is None:
@@ -69,6 +70,17 @@ def inherit(values: dict[str, Any], explicit: Mapping[str, Item], engine: str) -
     _rollout(values, explicit, notices)
     _sequence_parallel(values, explicit, notices, engine)
     return notices
+
+
+def _critic_model(values: dict[str, Any], explicit: Mapping[str, Item]) -> None:
+    """Without a path of its own it starts from the actor's model, so also with what was changed about that one."""
+    own, actor = "critic.model", "actor_rollout_ref.model"
+    if f"{own}.path" in explicit:
+        return
+    if f"{own}.trust_remote_code" not in explicit:
+        values[f"{own}.trust_remote_code"] = values[f"{actor}.trust_remote_code"]
+    merged = deep_merge(values[f"{actor}.override_config"], values[f"{own}.override_config"])
+    values[f"{own}.override_config"] = freeze(merged)
 
 
 def _strategy(values: dict[str, Any], engine: str) -> None:

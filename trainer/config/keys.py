@@ -25,6 +25,7 @@ DATA_1 = (
     "data.{shuffle,validation_shuffle,seed,trust_remote_code}",
     "data.{dataset_dir,domain_interleave_probs,template,template_by_tag,chat_template_path,default_system}",
     "data.{missing_id,duplicate_ids,max_reported_errors,max_line_bytes,length_bucket,bucket_prompts}",
+    "data.prompt_cache_dir",
     "data.allow_changed_files",
 )
 MODEL_1 = (
@@ -83,7 +84,7 @@ ROLLOUT_1 = (
     "actor_rollout_ref.rollout.{moe_load_balance_metrics_interval,engine_kwargs,checkpoint_engine}",
 )
 REWARD_1 = (
-    "reward.{reward_manager,num_workers,reward_kwargs}",
+    "reward.{reward_manager,num_workers,reward_kwargs,length_penalty}",
     "reward.custom_reward_function.{path,name,reward_kwargs}",
 )
 ALGORITHM_1 = (
@@ -125,8 +126,8 @@ LATER = (
     "{actor_rollout_ref.actor,critic}.optim.{exp_avg_dtype,exp_avg_sq_dtype}",
     "actor_rollout_ref.rollout.{nnodes,n_gpus_per_node,quantization,quantization_config_file,agent}",
     "actor_rollout_ref.rollout.{logprobs_mode,scheduling_policy,full_determinism}",
-    "actor_rollout_ref.rollout.{standalone_gpu_memory_utilization,enable_sleep_mode}",
-    "reward.{reward_model,sandbox_fusion,max_failed_frac,timeout_s,report,code_sandbox,length_penalty}",
+    "actor_rollout_ref.rollout.{standalone_gpu_memory_utilization,enable_sleep_mode,sleep_level}",
+    "reward.{reward_model,sandbox_fusion,max_failed_frac,timeout_s,report,code_sandbox}",
     "reward.custom_reward_function.domains",
     "algorithm.rollout_correction.rollout_token_veto_threshold",
     "algorithm.{gdpo_reward_keys,gdpo_reward_weights,use_pf_ppo,pf_ppo}",

@@ -59,6 +59,7 @@ def moves(engine: str) -> dict[str, str]:
         "algorithm.pg_clip": f"{ACTOR}.clip_ratio",
         "algorithm.value_clip": "critic.cliprange_value",
         **_reward_moves(),
+        **_roll_moves(),
     }
     for role, target in ((ACTOR, f"{ACTOR}.fsdp_config"), (REF, f"{REF}.fsdp_config"), ("critic", "critic.fsdp")):
         table[f"{role}.ulysses_sequence_parallel_size"] = f"{target}.ulysses_sequence_parallel_size"
@@ -87,6 +88,21 @@ def _reward_moves() -> dict[str, str]:
         **_same("reward_model", "enable enable_resource_pool n_gpus_per_node nnodes", "reward.reward_model"),
         "custom_reward_function": "reward.custom_reward_function",
         "sandbox_fusion": "reward.sandbox_fusion",
+        "trainer.reward_check": "reward.report.enable",
+    }
+
+
+def _roll_moves() -> dict[str, str]:
+    """ROLL's spellings of what is read and how it is validated."""
+    val_kwargs = f"{ROLLOUT}.val_kwargs"
+    return {
+        "eval_steps": "trainer.test_freq",
+        "actor_train.data_args.file_name": "data.train_files",
+        "actor_train.data_args.preprocessing_num_workers": "data.filter_overlong_prompts_workers",
+        **_same("actor_train.data_args", "dataset_dir template domain_interleave_probs", "data"),
+        "validation.data_args.file_name": "data.val_files",
+        "validation.generating_args.num_return_sequences": f"{val_kwargs}.n",
+        **_same("validation.generating_args", "n temperature top_p top_k do_sample", val_kwargs),
     }
 
 

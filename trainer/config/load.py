@@ -12,7 +12,12 @@ from trainer.config import (
     bounds,
     checks_algorithm,
     checks_batch,
+    checks_credit,
+    checks_critic,
+    checks_data,
+    checks_loss,
     checks_parallel,
+    checks_reward,
     checks_rollout,
     checks_run,
     model_config,
@@ -35,7 +40,19 @@ from trainer.config.values import REQUIRED, BadValue, FrozenDict, coerce, descri
 
 ROUTE_RETURN = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 ROUTE_MODE = "actor_rollout_ref.actor.router_replay.mode"
-CHECKS = (checks_batch, checks_parallel, checks_rollout, checks_algorithm, checks_run)
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+CHECKS = (
+    checks_batch,
+    checks_parallel,
+    checks_rollout,
+    checks_algorithm,
+    checks_credit,
+    checks_critic,
+    checks_loss,
+    checks_data,
+    checks_reward,
+    checks_run,
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +60,7 @@ class Loaded:
     """The configuration and everything worth saying about it.
 
     notices      one line each, in the order found
-    action       run, dry-run, cfg (print the resolved tree) or explain (print `text`)
+    action       run, dry-run, check-data, cfg (print the resolved tree) or explain (print `text`)
     text         the answer to --explain, else empty
     argv         the command line as typed
     overrides    effective arguments after renaming, as Hydra got them
@@ -53,7 +70,7 @@ class Loaded:
 
     config: Config | None
     notices: list[str]
-    action: Literal["run", "dry-run", "cfg", "explain"]
+    action: Literal["run", "dry-run", "check-data", "cfg", "explain"]
     text: str = ""
     argv: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
@@ -137,6 +154,8 @@ def _typed(value: Any, leaf: Leaf) -> Any:
         raise BadValue(f"{describe(leaf.type)}: there is no default", "value.required")
     if leaf.key == "algorithm.adv_estimator" and isinstance(value, str):
         value = value.removesuffix("_vectorized")
+    if leaf.key == LOSS_MODE and isinstance(value, str) and ":" not in value:
+        value = value.replace("-", "_")
     if value == "" and leaf.type not in (str, str | None):
         raise BadValue(describe(leaf.type))
     return coerce(value, leaf.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from trainer.config.schema import ENGINES, leaves
@@ -47,10 +48,17 @@ def suggestions(key: str, engine: str) -> list[str]:
     prefix = f"{section}." if section else ""
     found = [prefix + name for name in closest(leaf, siblings)]
     same_leaf = sorted(
-        (name for name in known if name.rpartition(".")[2] == leaf), key=lambda name: distance(key, name)
+        (name for name in known if name.rpartition(".")[2] == leaf),
+        key=lambda name: (-_common_tail(key, name), distance(key, name)),
     )
     found += [name for name in same_leaf if name not in found]
     return (found or closest(key, known))[:COUNT]
+
+
+def _common_tail(key: str, name: str) -> int:
+    """Parts that agree from the end: 2 for trainer.rollout.n and actor_rollout_ref.rollout.n."""
+    pairs = zip(reversed(key.split(".")), reversed(name.split(".")), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def other_engine(key: str, engine: str) -> str | None:

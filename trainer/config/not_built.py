@@ -18,58 +18,58 @@ from trainer.config.schema import leaves
 from trainer.config.values import to_text
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-FSDP = "{actor_rollout_ref.actor,actor_rollout_ref.ref}.fsdp_config"
+FSDP = "{actor_rollout_ref.actor.fsdp_config,actor_rollout_ref.ref.fsdp_config,critic.fsdp}"
+LEARNERS = "{actor_rollout_ref.actor,critic}"
 
 NOT_BUILT = (
-    "critic",
-    "data.{domain_interleave_probs,template,template_by_tag,chat_template_path,default_system}",
-    "data.{length_bucket,bucket_prompts}",
-    f"{ACTOR}.policy_loss.{{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef}}",
-    f"{ACTOR}.{{calculate_sum_pi_squared,length_loss,reuse_old_log_probs}}",
+    "critic.enable",
+    "data.bucket_prompts",
     f"{ACTOR}.router_replay.{{record_file,replay_file}}",
-    f"{ACTOR}.checkpoint.load_contents",
+    f"{LEARNERS}.checkpoint.load_contents",
     f"{FSDP}.{{ulysses_sequence_parallel_size,full_determinism}}",
-    f"{ACTOR}.optim.{{zero_indexed_step,optimizer_impl,override_optimizer_config}}",
-    f"{ACTOR}.optim.{{weight_decay_incr_style,lr_wsd_decay_style,lr_wsd_decay_steps}}",
-    f"{ROLLOUT}.{{data_parallel_size,expert_parallel_size,cudagraph_capture_sizes}}",
-    f"{ROLLOUT}.{{moe_load_balance_metrics_interval,engine_kwargs}}",
+    f"{LEARNERS}.optim.{{zero_indexed_step,optimizer_impl,override_optimizer_config}}",
+    f"{LEARNERS}.optim.{{weight_decay_incr_style,lr_wsd_decay_style,lr_wsd_decay_steps}}",
+    f"{ROLLOUT}.{{data_parallel_size,moe_load_balance_metrics_interval}}",
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
     f"{ROLLOUT}.do_sample",
     "reward.reward_manager.{source,module}",
-    "algorithm.{gamma,lam,use_kl_in_reward,kl_penalty,kl_ctrl,filter_groups,rollout_correction}",
-    "algorithm.{norm_mean_type,norm_std_type,reward_clip,advantage_clip,whiten_advantages,whiten_scope}",
-    "algorithm.{max_len_mask,difficulty_mask,difficulty_low_threshold,difficulty_high_threshold}",
-    "algorithm.{error_max_len_clip,error_max_len_threshold,correct_threshold}",
-    "algorithm.{difficulty_loss_weight,difficulty_source,difficulty_range,length_loss_weight}",
+    "algorithm.filter_groups",
     "trainer.{critic_warmup,logger_kwargs,overfit_patience}",
 )
 BUILT_LATER = (
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.model.dsa.split_kv_up",
     "data.{train_max_samples,val_max_samples,dataloader_num_workers,val_batch_size,apply_chat_template_kwargs}",
-    f"{ROLLOUT}.{{nnodes,n_gpus_per_node}}",
+    f"{ROLLOUT}.{{nnodes,n_gpus_per_node,enable_sleep_mode,sleep_level,standalone_gpu_memory_utilization}}",
+    f"{ROLLOUT}.scheduling_policy",
+    "trainer.v1.{separate_async,sampler.max_off_policy_threshold}",
     "reward.{timeout_s,custom_reward_function.domains}",
+    "algorithm.rollout_correction.rollout_token_veto_threshold",
 )
 # key -> the values that work; the default is not exempt
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.adv_estimator": (
-        *("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        *("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce", "reinforce_plus_plus"),
+        *("reinforce_plus_plus_baseline", "optimal_token_baseline"),
     ),
-    f"{ACTOR}.policy_loss.loss_mode": (
-        *("vanilla", "gspo", "sapo", "cispo", "gpg", "geo_mean", "dppo_tv", "dppo_kl", "dro"),
-    ),
-    f"{ROLLOUT}.name": ("hf",),
     f"{ROLLOUT}.dtype": ("bfloat16", "float32"),
-    f"{ROLLOUT}.checkpoint_engine.backend": ("naive",),
     "actor_rollout_ref.model.use_remove_padding": (True,),
-    f"{ACTOR}.megatron.use_mbridge": (True,),
-    f"{ACTOR}.megatron.dtype": ("bfloat16", "float32"),
-    f"{ACTOR}.optim.lr_decay_style": ("constant", "linear", "cosine"),
+    "critic.model.use_remove_padding": (True,),
     "reward.reward_manager.name": ("naive", "dapo"),
-    "trainer.v1.trainer_mode": ("sync",),
-} | {
-    f"actor_rollout_ref.{role}.fsdp_config.{leaf}": values
-    for role in ("actor", "ref")
+    "trainer.v1.trainer_mode": ("sync", "separate_async"),
+}
+BUILT_VALUES |= {
+    f"{role}.{leaf}": values
+    for role in (ACTOR, "critic")
+    for leaf, values in (
+        ("megatron.use_mbridge", (True,)),
+        ("megatron.dtype", ("bfloat16", "float32")),
+        ("optim.lr_decay_style", ("constant", "linear", "cosine")),
+    )
+}
+BUILT_VALUES |= {
+    f"{section}.{leaf}": values
+    for section in (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
     for leaf, values in (
         ("model_dtype", ("bfloat16", "float32")),
         ("dtype", ("bfloat16", "float32")),
@@ -79,17 +79,17 @@ BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     )
 }
 LOGGERS = ("console", "tensorboard", "csv", "jsonl")
-BUILT_DOMAINS = ("math_rule",)
+BUILT_DOMAINS = ("choice", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
 # What to paste where "remove it" is not enough.
 FIX = {
     "algorithm.adv_estimator": "algorithm.adv_estimator=grpo",
-    f"{ROLLOUT}.name": f"{ROLLOUT}.name=hf",
 }
 WHY = {"gae": "not built yet: critic; use algorithm.adv_estimator=grpo"}
 # Speed and memory settings of vLLM: harmless, and without effect, under another rollout.
 VLLM_ONLY = (
     f"{ROLLOUT}.{{gpu_memory_utilization,free_cache_engine,enforce_eager,max_num_batched_tokens}}",
-    f"{ROLLOUT}.{{enable_chunked_prefill,enable_prefix_caching,load_format}}",
+    f"{ROLLOUT}.{{enable_chunked_prefill,enable_prefix_caching,cudagraph_capture_sizes,scheduling_policy}}",
+    f"{ROLLOUT}.{{enable_sleep_mode,sleep_level,standalone_gpu_memory_utilization,engine_kwargs.vllm}}",
 )
 # Switches whose every value leads to the same result in this release, and why.
 NO_OP = {
@@ -99,8 +99,10 @@ NO_OP = {
     "actor_rollout_ref.ref.fsdp_config.use_torch_compile": "torch.compile is not used yet",
     "actor_rollout_ref.ref.fsdp_config.optimizer_offload": "the reference has no optimizer",
     "data.dataloader_num_workers": "prompts are read in the main process",
-    "data.filter_overlong_prompts_workers": "the length filter runs in the main process",
-    "trainer.max_critic_ckpt_to_keep": "there is no critic",
+    f"{ROLLOUT}.load_format": "the trainer's weights come before the first request",
+    "critic.fsdp.use_torch_compile": "torch.compile is not used yet",
+    "critic.nccl_timeout": "the critic shares the actor's process groups; set actor_rollout_ref.nccl_timeout",
+    "trainer.max_critic_ckpt_to_keep": "a critic is saved and removed with its actor",
 }
 
 
@@ -111,7 +113,7 @@ def _names(patterns: tuple[str, ...]) -> frozenset[str]:
 
 def is_built(key: str) -> bool:
     """Whether a leaf may differ from its default (BUILT_VALUES may still narrow it)."""
-    if covering(key, _names(NOT_BUILT)) and key != f"{ROLLOUT}.engine_kwargs.hf":
+    if covering(key, _names(NOT_BUILT)):
         return False
     return status_of(key) == "1" or covering(key, _names(BUILT_LATER)) is not None
 

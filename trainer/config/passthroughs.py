@@ -23,7 +23,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "overlong_buffer_cfg.penalty_factor": float,
         "overlong_buffer_cfg.log": bool,
     },
-    "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs": {"verify_every": int, "timeout_s": float},
+    "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs": {
+        "verify_every": int,
+        "timeout_s": float,
+        "delta": bool,
+    },
     "ray_kwargs.ray_init.runtime_env": {"py_executable": str | None, "env_vars": dict[str, Any]},
 }
 

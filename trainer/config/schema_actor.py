@@ -19,9 +19,6 @@ from trainer.config.schema_trainer import Profiler
 
 Strategy = Literal["fsdp2", "megatron"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-LossMode = Literal[
-    "vanilla", "gspo", "dppo_tv", "dppo_kl", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo"
-]
 KlType = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
@@ -29,7 +26,7 @@ KlType = Literal[
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    loss_mode: LossMode = "vanilla"  # per-token policy loss
+    loss_mode: str = "vanilla"  # per-token policy loss: a name, or module:function
     clip_cov_ratio: float = 2e-4  # clip_cov: share of tokens cut
     clip_cov_lb: float = 1.0  # clip_cov: lower covariance bound
     clip_cov_ub: float = 5.0  # clip_cov: upper covariance bound
@@ -59,8 +56,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class LengthLoss:
-    coef: float = 0.0  # weight of the differentiable length loss
-    free_len: int = 0  # tokens without penalty
+    coef: float = 0.0  # weight of the differentiable length loss; 0 = off
+    free_len: int = 0  # response tokens that cost nothing
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ class Actor:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     use_prefix_grouper: bool = False  # one forward for a shared prompt
     profiler: Profiler = field(default_factory=Profiler)
-    reuse_old_log_probs: Literal["auto", "never"] = "auto"  # auto = skip the pass when it cannot matter
+    reuse_old_log_probs: Literal["auto", "never"] = "auto"  # auto = no pass where nobody reads it before the one update
     length_loss: LengthLoss = field(default_factory=LengthLoss)
 
 

@@ -13,11 +13,11 @@ NormType = Literal["none", "batch", "group", "running"]
 @dataclass(frozen=True)
 class KlCtrl:
     type: Literal["fixed", "adaptive", "schedule"] = "fixed"  # how the coefficient moves
-    kl_coef: float = 0.001  # coefficient at the start
+    kl_coef: float = 0.001  # coefficient at the start (of the KL loss: actor.kl_loss_coef)
     horizon: int = 10000  # adaptive: samples
     target_kl: float = 0.1  # adaptive: target
-    schedule: list[Any] | None = None  # [[step, coefficient], ...]
-    interp: Literal["step", "linear"] = "step"  # between two entries of the schedule
+    schedule: list[Any] | None = None  # [[completed updates, coefficient], ...]
+    interp: Literal["step", "linear", "cosine"] = "step"  # between two entries of the schedule
 
 
 @dataclass(frozen=True)

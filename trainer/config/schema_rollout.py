@@ -29,7 +29,7 @@ class CheckpointEngine:
 
     backend: Literal["naive", "nccl"] = "naive"  # naive = same machine; nccl = between pools (hccl on NPU)
     update_weights_bucket_megabytes: int = 2048  # MiB per bucket
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # naive: verify_every (steps), timeout_s
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # verify_every (steps), timeout_s, delta
     custom_backend_module: str | None = None  # own backend
 
 
@@ -65,7 +65,7 @@ class Rollout:
     enable_chunked_prefill: bool = True  # mix prefill and decode
     enable_prefix_caching: bool = True  # share the cache of equal prefixes
     load_format: Literal["dummy", "auto", "safetensors"] = "dummy"  # first weights; dummy = wait for the trainer's
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # compute; float32 with name=hf only
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # compute; float32 for rehearsals on CPU
     calculate_log_probs: bool = True  # log-probs of sampled tokens, for the train/rollout comparison
     log_prob_micro_batch_size_per_gpu: int | None = None  # sequences per rank in the old-log-prob pass
     log_prob_use_dynamic_bsz: bool | None = None  # null = the actor's use_dynamic_bsz
@@ -85,4 +85,5 @@ class Rollout:
     full_determinism: bool = False  # deterministic kernels
     standalone_gpu_memory_utilization: float | None = None  # share in a separate pool
     enable_sleep_mode: bool = True  # allow sleep and wake
+    sleep_level: int = 1  # 1 = weights wait on the host, 2 = they are dropped until the next update
     profiler: Profiler = field(default_factory=Profiler)

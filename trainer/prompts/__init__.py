@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.prompts.cursor import PromptItem, PromptSource
     from trainer.prompts.errors import DataError
-    from trainer.prompts.report import write_report
+    from trainer.prompts.report import report_text, write_report
     from trainer.prompts.row import Message, Row
     from trainer.prompts.rows import RowList, load_rows
+    from trainer.prompts.sources import Sources, read_sources
     from trainer.prompts.templates import PromptEncoder, load_tokenizer
 
 __all__ = [
@@ -24,16 +25,20 @@ __all__ = [
     "PromptSource",
     "Row",
     "RowList",
+    "Sources",
     "load_rows",
     "load_tokenizer",
+    "read_sources",
+    "report_text",
     "write_report",
 ]
 _MODULES = {
     "cursor": ("PromptItem", "PromptSource"),
     "errors": ("DataError",),
-    "report": ("write_report",),
+    "report": ("report_text", "write_report"),
     "row": ("Message", "Row"),
     "rows": ("RowList", "load_rows"),
+    "sources": ("Sources", "read_sources"),
     "templates": ("PromptEncoder", "load_tokenizer"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

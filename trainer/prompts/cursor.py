@@ -1,7 +1,7 @@
 """An exactly resumable walk over the prompts.
 
-The order of an epoch is a pure function of (seed, epoch), so the state is a few numbers: resuming
-replays nothing and any number of steps after it equals the unbroken run.
+The state is an index, a few numbers per domain: resuming replays nothing, and any prompts drawn after it, in
+any portions, equal those of the unbroken run.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import json
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
 
-import numpy as np
-
+from trainer.prompts.encoding import encode_rows
 from trainer.prompts.errors import FieldProblem, Problems
+from trainer.prompts.interleave import block_pattern, share_problems
 from trainer.prompts.row import Row
 from trainer.prompts.rows import RowList
 from trainer.prompts.templates import PromptEncoder
+from trainer.prompts.walk import Walk, epoch_order
 
 logger = logging.getLogger(__name__)
 
 Truncation = Literal["error", "left", "right", "middle"]
+ALL = ""  # name of the one walk over all rows, where no shares of domains are given
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,16 @@ class PromptItem:
 
 
 class PromptSource:
-    """Batches of exactly `batch_size` prompts; the tail of an epoch is carried into the next one.
+    """Prompts without end, by the batch or in any number; the tail of an epoch is carried into the next one.
 
-    Every row is tokenised once, at construction. Rows over `max_prompt_length` tokens are dropped and
-    counted (`filter_overlong`), cut (`truncation`), or refused. Raises DataError: D29 too long,
-    D30 fewer rows than a batch, D31 template failure, D32 nothing left.
+    Every row is tokenised once, at construction (`workers`, `cache_dir`: see encode_rows). Rows over
+    `max_prompt_length` tokens are dropped and counted (`filter_overlong`), cut (`truncation`), or refused.
+
+    With `domain_shares` (domain -> share, summing to 1) every `mix_block` prompts in a row (default: a batch) hold
+    each domain in its share; a domain has its own shuffle and epoch, so a small one wraps round alone.
+
+    Raises DataError: D28 shares that do not fit the rows, D29 too long, D30 fewer rows than a batch, D31 template
+    failure, D32 nothing left.
     """
 
     def __init__(
@@ -58,37 +66,63 @@ class PromptSource:
         truncation: Truncation = "error",
         filter_overlong: bool = False,
         max_reported_errors: int = 20,
+        domain_shares: Mapping[str, float] | None = None,
+        mix_block: int | None = None,
+        workers: int = 1,
+        cache_dir: Path | None = None,
     ) -> None:
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed
-        self.encoder, self.loaded = encoder, rows
+        self.encoder = encoder
+        self.loaded = rows if isinstance(rows, RowList) else RowList(rows, {})
         self.rows: list[Row] = []
         self.overlong: Counter[str] = Counter()  # dropped rows per tag
-        self.epoch = 0  # epoch of the next prompt, from 0
-        self.consumed = 0  # prompts handed out, over all epochs
-        self._position = 0  # place in the current epoch's order
+        self.truncated: Counter[str] = Counter()  # cut rows per tag
         self._ids: list[array[int]] = []
-        self._order: tuple[int, list[int]] = (-1, [])
-        self._read(rows, max_prompt_length, truncation, filter_overlong, max_reported_errors)
-        self.loaded = rows if isinstance(rows, RowList) else RowList(rows, {})
+        problems = Problems(max_reported_errors)
+        encoded = encode_rows(rows, encoder, workers, cache_dir)
+        for row, found in zip(rows, encoded, strict=True):
+            self._keep(row, found, max_prompt_length, truncation, filter_overlong, problems)
+        problems.raise_if_any()
+        shares = dict(domain_shares or {})
+        self._check(shares, problems)
+        self._walks = self._domains(shares)
+        self._pattern = block_pattern(shares, mix_block or batch_size) if shares else [ALL]
+        self._slot = 0  # place of the next prompt in the pattern
+        for name in sorted(self._walks.keys() - set(self._pattern)):
+            logger.warning("no prompt of domain %s: its share of %d prompts is less than one", name, len(self._pattern))
         self._files = {name: facts.fingerprint for name, facts in self.loaded.files.items()}
         settings = [seed, shuffle, max_prompt_length, truncation, filter_overlong, len(self.rows), encoder.fingerprint]
+        settings.append(sorted(shares.items()))
         self._settings = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
-    def _read(self, rows: Sequence[Row], limit: int, truncation: Truncation, drop: bool, reported: int) -> None:
-        problems = Problems(reported)
-        for row in rows:
-            try:
-                ids = self.encoder.encode(row.messages)
-                if len(ids) > limit and drop:
-                    self.overlong[row.tag] += 1
-                    continue
-                self.rows.append(row)
-                self._ids.append(array("q", truncate(ids, limit, truncation)))
-            except FieldProblem as problem:
-                problems.add(problem, *row.origin)
-        problems.raise_if_any()
-        files = ", ".join(dict.fromkeys(row.origin[0] for row in rows))
-        kept, total = len(self.rows), len(rows)
+    def _keep(
+        self,
+        row: Row,
+        found: tuple[int, ...] | FieldProblem,
+        limit: int,
+        truncation: Truncation,
+        drop: bool,
+        problems: Problems,
+    ) -> None:
+        if isinstance(found, FieldProblem):
+            problems.add(found, *row.origin)
+            return
+        too_long = len(found) > limit
+        if too_long and drop:
+            self.overlong[row.tag] += 1
+            return
+        try:
+            ids = truncate(found, limit, truncation)
+        except FieldProblem as problem:
+            problems.add(problem, *row.origin)
+            return
+        self.truncated[row.tag] += too_long
+        self.rows.append(row)
+        self._ids.append(array("q", ids))
+
+    def _check(self, shares: Mapping[str, Any], problems: Problems) -> None:
+        files = ", ".join(dict.fromkeys(row.origin[0] for row in self.loaded))
+        kept, total = len(self.rows), len(self.loaded)
         if kept == 0:
             got = f"kept 0 of {total} (overlong {self.overlong.total()})"
             problems.add(FieldProblem("D32", None, got, "at least one batch", "Raise data.max_prompt_length"), files)
@@ -96,7 +130,18 @@ class PromptSource:
             got = f"{kept} rows, train_batch_size {self.batch_size}, 0 steps"
             fix = "Add data or lower the batch"
             problems.add(FieldProblem("D30", None, got, f"at least {self.batch_size}", fix), files)
+        if shares and kept:
+            for problem in share_problems(shares, {row.domain for row in self.rows}):
+                problems.add(problem, files)
         problems.raise_if_any()
+
+    def _domains(self, shares: Mapping[str, float]) -> dict[str, Walk]:
+        if not shares:
+            return {ALL: Walk(range(len(self.rows)), self.seed, self.shuffle)}
+        rows: dict[str, list[int]] = {name: [] for name in shares}
+        for index, row in enumerate(self.rows):
+            rows[row.domain].append(index)
+        return {name: Walk(of, self.seed, self.shuffle, name) for name, of in rows.items()}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,23 +151,39 @@ class PromptSource:
         """Prompt tokens of the kept rows."""
         return [len(ids) for ids in self._ids]
 
+    def examples(self) -> dict[str, tuple[int, ...]]:
+        """The token ids of the first kept prompt of each tag."""
+        first: dict[str, int] = {}
+        for index, row in enumerate(self.rows):
+            first.setdefault(row.tag, index)
+        return {tag: tuple(self._ids[index]) for tag, index in first.items()}
+
+    @property
+    def epoch(self) -> int:
+        """Passes over all rows that are complete, from 0; with shares, those of the slowest domain."""
+        return min(walk.epoch for name, walk in self._walks.items() if name in self._pattern)
+
+    @property
+    def consumed(self) -> int:
+        """Prompts handed out."""
+        return sum(walk.consumed for walk in self._walks.values())
+
     def batches_in(self, epochs: int) -> int:
         """Full batches in that many epochs."""
         return epochs * len(self.rows) // self.batch_size
 
     def next_batch(self) -> list[PromptItem]:
         """The next `batch_size` prompts, running on into the next epoch where needed."""
-        return [self._next() for _ in range(self.batch_size)]
+        return self.next(self.batch_size)
+
+    def next(self, count: int) -> list[PromptItem]:
+        """The next `count` prompts: the same ones in the same order, whatever the portions."""
+        return [self._next() for _ in range(count)]
 
     def _next(self) -> PromptItem:
-        if self._position == len(self.rows):
-            self.epoch, self._position = self.epoch + 1, 0
-        if self._order[0] != self.epoch:
-            self._order = (self.epoch, epoch_order(len(self.rows), self.seed, self.epoch, self.shuffle))
-        item = self._item(self._order[1][self._position], self.epoch)
-        self._position += 1
-        self.consumed += 1
-        return item
+        walk = self._walks[self._pattern[self._slot]]
+        self._slot = (self._slot + 1) % len(self._pattern)
+        return self._item(*walk.next())
 
     def _item(self, index: int, epoch: int) -> PromptItem:
         row, ids = self.rows[index], tuple(self._ids[index])
@@ -143,23 +204,28 @@ class PromptSource:
         """JSON-able, of constant size."""
         return {
             "seed": self.seed,
-            "epoch": self.epoch,
-            "position": self._position,
-            "consumed": self.consumed,
+            "domains": {name: walk.state_dict() for name, walk in self._walks.items()},
+            "block": len(self._pattern),
+            "slot": self._slot,
             "files": self._files,
             "settings": self._settings,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changed_files: bool = False) -> None:
         """Continue where `state` was taken. Changed files, seed or filter settings are a ValueError;
-        with `allow_changed_files` the epoch starts again instead."""
+        with `allow_changed_files` the epoch of every domain starts again instead."""
         difference = self._difference(state)
         if difference and not allow_changed_files:
             raise ValueError(f"{difference}; undo the change or set data.allow_changed_files=true to restart the epoch")
-        self.epoch, self._position, self.consumed = state["epoch"], state["position"], state["consumed"]
+        for name, walk in self._walks.items():
+            if name in state["domains"]:
+                walk.load_state_dict(state["domains"][name])
+        # With another batch size the mix starts at its beginning; the walks go on where they were.
+        self._slot = state["slot"] if state["block"] == len(self._pattern) else 0
         if difference:
             logger.warning("%s; epoch %d starts again from its first prompt", difference, self.epoch)
-            self._position = 0
+            for walk in self._walks.values():
+                walk.position = 0
 
     def _difference(self, state: dict[str, Any]) -> str:
         for name in sorted(self._files.keys() | state["files"].keys()):
@@ -170,7 +236,8 @@ class PromptSource:
             return (
                 f"got data settings {self._settings[:12]} (seed {self.seed}); expected {state['settings'][:12]} "
                 f"(seed {state['seed']}) as in the checkpoint: data.seed, data.shuffle, data.max_prompt_length, "
-                "data.truncation, data.filter_overlong_prompts, tokenizer and template must stay the same"
+                "data.truncation, data.filter_overlong_prompts, data.domain_interleave_probs, tokenizer and template "
+                "must stay the same"
             )
         return ""
 
@@ -179,14 +246,6 @@ def _show(fingerprint: dict[str, Any] | None) -> str:
     if fingerprint is None:
         return "no such file"
     return f"{fingerprint['size']} bytes, {fingerprint['rows']} rows, sha256 {fingerprint['sha256'][:12]}"
-
-
-def epoch_order(count: int, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The order of `count` rows in an epoch. RandomState's stream is frozen across numpy versions (NEP 19)."""
-    if not shuffle:
-        return list(range(count))
-    words = np.frombuffer(hashlib.sha256(f"{seed}:{epoch}".encode()).digest(), dtype="<u4")
-    return np.random.RandomState(words).permutation(count).tolist()
 
 
 def truncate(ids: tuple[int, ...], limit: int, how: Truncation) -> tuple[int, ...]:

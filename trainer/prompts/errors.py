@@ -6,6 +6,7 @@ apply are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MAX_GOT = 80  # characters of GOT that are shown
@@ -19,12 +20,18 @@ class DataError(ValueError):
         super().__init__("\n".join(problems + more))
         self.problems, self.total = problems, total
 
+    @classmethod
+    def joined(cls, errors: Sequence[DataError], limit: int) -> DataError:
+        """One error for several sets of files, with at most `limit` lines."""
+        lines = [line for error in errors for line in error.problems]
+        return cls(lines[:limit], sum(error.total for error in errors))
+
 
 class FieldProblem(Exception):
     """Raised by a check of one value; the reader adds the place."""
 
     def __init__(self, code: str, field_name: str | None, got: str, expected: str, fix: str) -> None:
-        super().__init__(code)
+        super().__init__(code, field_name, got, expected, fix)  # all of it, so that it survives pickling
         self.code, self.field, self.got, self.expected, self.fix = code, field_name, got, expected, fix
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from trainer.prompts import fields
 from trainer.prompts.errors import FieldProblem, Problems
 from trainer.prompts.files import FileFacts, fingerprint, plain, read_jsonl, read_parquet
+from trainer.prompts.ids import SeenIds
 from trainer.prompts.row import Message, Row
 from trainer.reward.spec import KNOWN_DOMAINS, SCORED_DOMAINS, DomainSpec
 
@@ -66,7 +67,8 @@ def load_rows(
     every row: tags need no domain then and reference answers are optional. `scorers` are the domains
     that can be scored; rows of others are refused. `files_key` is the setting named in messages.
 
-    Files are read twice: first to find every problem in bounded memory, then to keep the rows.
+    Files are read twice: first to find every problem in memory far below their size, then to keep the rows; once
+    more where ids repeat.
     Raises DataError (a ValueError) with up to `max_reported_errors` lines.
     """
     files = [files] if isinstance(files, str) else list(files)
@@ -84,8 +86,12 @@ def load_rows(
         problems=Problems(max_reported_errors),
     )
     stop = None if max_samples < 0 else max_samples
-    for _ in islice(reader.rows(files), stop):
-        pass
+    while True:
+        for _ in islice(reader.rows(files), stop):
+            pass
+        if not reader.ids.finish_pass():
+            break
+        reader.reset()
     reader.problems.raise_if_any()
     facts = reader.facts
     reader.reset()
@@ -153,11 +159,11 @@ class _Reader:
     files_key: str
     problems: Problems
     facts: dict[str, FileFacts] = field(default_factory=dict)
-    seen: dict[tuple[str, str], tuple[str, int]] = field(default_factory=dict)
+    ids: SeenIds = field(default_factory=SeenIds)
     refused: set[tuple[str, str]] = field(default_factory=set)
 
     def reset(self) -> None:
-        self.facts, self.seen, self.refused = {}, {}, set()
+        self.facts, self.refused, self.problems = {}, set(), Problems(self.problems.limit)
 
     def rows(self, files: list[str]) -> Iterator[Row]:
         for name in files:
@@ -259,7 +265,7 @@ class _Reader:
         return domain
 
     def _is_first(self, facts: FileFacts, line: int, tag: str, row_id: str) -> bool:
-        first = self.seen.setdefault((tag, row_id), (facts.name, line))
+        first = self.ids.first_place(tag, row_id, (facts.name, line))
         if first == (facts.name, line):
             return True
         if self.duplicate_ids == "first":

@@ -2,6 +2,16 @@
 
 from trainer.reward.dispatch import RewardManager
 from trainer.reward.result import RewardResult
-from trainer.reward.spec import SCORED_DOMAINS, CustomSpec, DomainSpec, OverlongSpec
+from trainer.reward.spec import SCORED_DOMAINS, TIMEOUT_S, CustomSpec, DomainSpec, OverlongSpec
+from trainer.reward.stopped import ScoringStopped
 
-__all__ = ["SCORED_DOMAINS", "CustomSpec", "DomainSpec", "OverlongSpec", "RewardManager", "RewardResult"]
+__all__ = [
+    "SCORED_DOMAINS",
+    "TIMEOUT_S",
+    "CustomSpec",
+    "DomainSpec",
+    "OverlongSpec",
+    "RewardManager",
+    "RewardResult",
+    "ScoringStopped",
+]

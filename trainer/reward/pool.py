@@ -49,12 +49,13 @@ class Target:
 
 @dataclass
 class PoolStats:
-    """Since they were last taken. `latencies` are seconds per answer, waiting excluded."""
+    """Since they were last taken. `latencies` are seconds per answer, waiting excluded; `more` is the scorer's own."""
 
     latencies: list[float] = field(default_factory=list)
     queue_max: int = 0
     timeouts: int = 0
     failed: int = 0
+    more: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

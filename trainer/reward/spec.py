@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 KNOWN_DOMAINS = ("choice", "code_sandbox", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
-SCORED_DOMAINS = ("math_rule",)  # the domains with a scorer of their own in this release
+# the domains with a scorer of their own in this release; llm_judge only where an endpoint is configured
+SCORED_DOMAINS = ("choice", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
+TIMEOUT_S = {"llm_judge": 60.0}  # where DomainSpec.timeout_s would be too short; of the judge it bounds one request
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,15 @@ class OverlongSpec:
     max_resp_len: int | None = None
 
 
-# domain -> option -> allowed values
-_OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+_CHOICE = {"reward_type": ("binary", "loose", "soft", "strict"), "repetition_penalty": (False, True)}
+_JUDGE = "api_base model api_key_env prompt_path max_tokens temperature max_retries max_concurrency cache_dir \
+max_answer_chars on_failure max_down_s"
+# domain -> option -> allowed values; None where any value may be right
+_OPTIONS: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "choice": _CHOICE,
+    "crossthinkqa": _CHOICE,
+    "ifeval": {"reward": ("all", "fraction"), "keyword_match": ("word", "substring")},
+    "llm_judge": dict.fromkeys(_JUDGE.split()) | {"on_failure": ("mask", "stop")},
     "math_rule": {"answer": ("rules", "last_number"), "require_box": (False, True)},
 }
 
@@ -67,7 +76,8 @@ def check_options(domain: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in known:
             raise ValueError(f"got rewards.{domain}.{name}; expected one of {sorted(known)}; remove or rename it")
-        if value not in known[name]:
+        allowed = known[name]
+        if allowed is not None and value not in allowed:
             raise ValueError(
-                f"got rewards.{domain}.{name}={value!r}; expected one of {list(known[name])}; change the value"
+                f"got rewards.{domain}.{name}={value!r}; expected one of {list(allowed)}; change the value"
             )

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bridge import has_value_head, value_fields
 from bridge.models.moe import num_experts
 from engines.megatron.model.families import FAMILIES, Family
 from engines.spec import ModelSpec
 
 
 def read_hf_config(model: ModelSpec) -> dict[str, Any]:
-    """config.json of a model directory with `override_config` on top and absent keys filled in.
+    """config.json of a model directory with `override_config` on top and absent keys filled in; with a value head,
+    that of the value model.
 
     Raises ValueError for a missing file, an unsupported family, a missing or contradictory key, or an option
     Megatron cannot reproduce.
@@ -23,6 +25,13 @@ def read_hf_config(model: ModelSpec) -> dict[str, Any]:
             f"got model path {model.path} without config.json; expected a Hugging Face directory; set model.path"
         )
     hf = {**json.loads(path.read_text()), **model.override_config}
+    if model.head == "value":
+        hf |= value_fields(hf)
+    elif has_value_head(hf):
+        raise ValueError(
+            f"got {hf['architectures']} in {path}, a value model; expected a causal language model; name one in "
+            "model.path (a value model serves as critic.model.path)"
+        )
     if hf["model_type"] not in FAMILIES:
         raise ValueError(
             f"got model_type {hf['model_type']!r}; expected one of {sorted(FAMILIES)}; use model_engine=fsdp for it"

@@ -21,6 +21,7 @@ from engines.rollout.sampling import check_sampling
 from engines.rollout.vllm.arguments import engine_arguments, served_folder
 from engines.rollout.vllm.platform import platform_of
 from engines.spec import RolloutEngineSpec
+from engines.weight_sync import WeightSource
 
 REASONS = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -42,7 +43,8 @@ class VllmRolloutEngine(RolloutEngine):
         arguments = engine_arguments(spec, folder, self._platform)
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._captures = spec.return_routes and not self._platform.returns_routes
-        self._engine.collective_rpc("prepare", args=(spec.device, self._captures))
+        self._engine.collective_rpc("prepare_updates", args=(spec.device, self._captures))
+        self.receivers = spec.vllm.tensor_parallel_size
         self._awake: set[str] = {"weights", "cache"}
         self._batches = 0
 
@@ -105,7 +107,17 @@ class VllmRolloutEngine(RolloutEngine):
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
-        self._engine.collective_rpc("load_stream", args=(stream,))
+        if self.receivers > 1:
+            raise ValueError(
+                f"got a stream for a replica of {self.receivers} processes; expected an address to fetch from: tensors "
+                "do not travel between them; call fetch_weights()"
+            )
+        self._engine.collective_rpc("load_stream", args=(stream, version))
+        self._finish_update(version)
+
+    def fetch_weights(self, source: WeightSource, version: int) -> None:
+        self.version = -1
+        self._engine.collective_rpc("fetch_weights", args=(source, version))
         self._finish_update(version)
 
     def _finish_update(self, version: int) -> None:

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from engines.rollout.vllm.platform import Platform, platform_of
+from engines.rollout.vllm.platform import platform_of
 from engines.rollout.vllm.routes import RouteCapture
 from engines.rollout.vllm.update import update
+
+if TYPE_CHECKING:
+    from engines.weight_sync import WeightReceiver, WeightSource
+
+
+class Weights:
+    """The shard of this worker, in the words of weight_sync: a version, and something that loads a stream."""
+
+    def __init__(self, runner: Any, device: str) -> None:
+        self.version = -1
+        self._runner, self._platform = runner, platform_of(device)
+        self._platform.remember(runner.get_model())
+        self._receiver: WeightReceiver | None = None
+
+    def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.version = -1
+        update(self._runner.get_model(), self._runner.model_config, self._platform, stream)
+        self.version = version
+
+    def fetch(self, source: WeightSource, version: int) -> None:
+        """Every worker receives the whole model and keeps its part."""
+        if self._receiver is None:
+            self._receiver = source.receiver()
+        self._receiver.pull(self, version)
 
 
 class WeightWorker:
@@ -17,19 +41,19 @@ class WeightWorker:
 
     model_runner: Any
 
-    def prepare(self, device: str, capture_routes: bool) -> None:
+    def prepare_updates(self, device: str, capture_routes: bool) -> None:
         """Once, before the first update."""
-        self._platform: Platform = platform_of(device)
-        self._platform.remember(self.model_runner.get_model())
-        self._capture = RouteCapture(self.model_runner) if capture_routes else None
+        self.trainer_weights = Weights(self.model_runner, device)
+        self.route_capture = RouteCapture(self.model_runner) if capture_routes else None
 
-    def load_stream(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        """Write (HF name, full tensor) pairs; see update()."""
-        update(self.model_runner.get_model(), self.model_runner.model_config, self._platform, stream)
+    def load_stream(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.trainer_weights.load_weights(stream, version)
+
+    def fetch_weights(self, source: WeightSource, version: int) -> None:
+        self.trainer_weights.fetch(source, version)
 
     def take_routes(self, request: str, tokens: int) -> Tensor:
-        return self._capture.take(request, tokens)
+        return self.route_capture.take(request, tokens)
 
     def forget_routes(self) -> None:
-        if self._capture is not None:
-            self._capture.forget()
+        self.route_capture.forget()

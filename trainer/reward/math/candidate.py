@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 MAX_WHOLE = 64  # characters of an answer that may count as a whole
 
@@ -17,15 +18,12 @@ def by_rules(answer: str, require_box: bool) -> str | None:
 
     The last box decides even when it is empty or never closed: then there is no candidate.
     """
-    boxes = list(_BOX.finditer(answer))
-    if boxes:
-        return _box_content(answer, boxes[-1].end()) or None
+    for _, content in boxes(answer):
+        return content or None
     if require_box:
         return None
-    marks = list(_MARK.finditer(answer))
-    if marks:
-        line = answer[marks[-1].end() :].split("\n", 1)[0]
-        return _undecorate(line) or None
+    for _, line in marked_lines(answer):
+        return undecorate(line) or None
     whole = answer.strip()
     return whole if whole and "\n" not in whole and len(whole) <= MAX_WHOLE else None
 
@@ -34,6 +32,18 @@ def last_number(answer: str) -> str | None:
     """The last integer or decimal anywhere in the answer: "3 + 4 = 7" -> "7"."""
     numbers = _NUMBER.findall(answer.replace("\u2212", "-"))
     return numbers[-1].replace(",", "") if numbers else None
+
+
+def boxes(answer: str) -> Iterator[tuple[int, str | None]]:
+    """(place, content) of every box, the last one first; content None when it is never closed."""
+    for match in reversed(list(_BOX.finditer(answer))):
+        yield match.start(), _box_content(answer, match.end())
+
+
+def marked_lines(answer: str) -> Iterator[tuple[int, str]]:
+    """(place, rest of the line) of every `#### x`, `answer is x` and `answer: x`, the last one first."""
+    for match in reversed(list(_MARK.finditer(answer))):
+        yield match.start(), answer[match.end() :].split("\n", 1)[0]
 
 
 def _box_content(text: str, start: int) -> str | None:
@@ -56,7 +66,7 @@ def _box_content(text: str, start: int) -> str | None:
     return None
 
 
-def _undecorate(line: str) -> str:
+def undecorate(line: str) -> str:
     """Without markdown emphasis, a leading colon and a final full stop."""
     line = line.replace("**", "").replace("__", "").strip(" \t\r:*_`")
     return line.removesuffix(".").strip(" \t*_`")

@@ -1,0 +1,1 @@
+"""Instructions whose following a program can check: one pure function per id (IFEval, arXiv 2311.07911)."""
