@@ -7,7 +7,9 @@
 The training side is the bridge over a bare module tree of a 0.3B bf16 model (benchmarks/models.py, TP 1), so a sync is
 what it is in a run: un-fusing, buckets, the copy into the live model, the check that everything was written. The memory
 copy is one thread, of the same bytes, while the rollout process waits. Rollout processes have a thread each. GB/s
-count the bytes of the model once. The last line is JSON; each figure is the median of the rounds after the first.
+count the bytes of the model once. On a machine with other work on it the wall clock measures the others too, so the
+same is said of processor time, of the busier of the two processes. The last line is JSON; each figure is the median of
+the rounds after the first.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def rollout(folder: str, address: Address, orders: Connection) -> None:
     receiver = WeightReceiver(address, TIMEOUT_S, "benchmark")
     orders.send("ready")
     while (version := orders.recv()) is not None:
-        orders.send(receiver.pull(engine, version))
+        begin = time.process_time()
+        receiver.pull(engine, version)
+        orders.send(time.process_time() - begin)
 
 
 def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float]]:
@@ -82,15 +86,17 @@ def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float]]:
         replica.start()
     for pipe, _ in pipes:
         pipe.recv()
-    times: dict[str, list[float]] = {"memcpy": [], "export": [], "sync": []}
+    times: dict[str, list[float]] = {name: [] for name in ("memcpy", "memcpy_cpu", "export", "sync", "sync_cpu")}
     for version in range(args.rounds + 1):
-        times["memcpy"].append(timed(lambda: [to.copy_(tensor) for to, tensor in zip(spare, held, strict=True)]))
-        times["export"].append(timed(lambda: [tensor.view(-1)[-1].item() for _, tensor in trainer.hf_weights()]))
+        wall, cpu = timed(lambda: [to.copy_(tensor) for to, tensor in zip(spare, held, strict=True)])
+        times["memcpy"].append(wall)
+        times["memcpy_cpu"].append(cpu)
+        times["export"].append(timed(lambda: [tensor.view(-1)[-1].item() for _, tensor in trainer.hf_weights()])[0])
         for pipe, _ in pipes:
             pipe.send(version)
-        times["sync"].append(timed(lambda version=version: sender.push(trainer, version)))
-        for pipe, _ in pipes:
-            pipe.recv()
+        wall, cpu = timed(lambda version=version: sender.push(trainer, version))
+        times["sync"].append(wall)
+        times["sync_cpu"].append(max(cpu, *(pipe.recv() for pipe, _ in pipes)))
     for pipe, _ in pipes:
         pipe.send(None)
     for replica in replicas:
@@ -99,10 +105,11 @@ def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float]]:
     return times
 
 
-def timed(work: Any) -> float:
-    start = time.perf_counter()
+def timed(work: Any) -> tuple[float, float]:
+    """Seconds by the clock and of this process's processor."""
+    wall, cpu = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def main() -> None:
@@ -121,7 +128,8 @@ def main() -> None:
     for name, seconds in times.items():
         report[f"{name}_gbps"] = round(total / statistics.median(seconds[1:]) / 1e9, 2)
     report["first_sync_gbps"] = round(total / times["sync"][0] / 1e9, 2)
-    report["sync_of_memcpy"] = round(report["sync_gbps"] / report["memcpy_gbps"], 2)
+    for kind in ("", "_cpu"):
+        report[f"sync{kind}_of_memcpy"] = round(report[f"sync{kind}_gbps"] / report[f"memcpy{kind}_gbps"], 2)
     print(f"{os.cpu_count()} CPUs, one thread a process, medians of {args.rounds} rounds")
     print(json.dumps(report))
 

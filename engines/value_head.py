@@ -29,7 +29,8 @@ class ValueHead(nn.Linear):
         super().__init__(hidden_size, 1, device=device, dtype=dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return functional.linear(hidden.float(), self.weight.float(), self.bias.float())
+        # The bias apart: together they give a view, which FSDP's hooks on a module's output do not like.
+        return functional.linear(hidden.float(), self.weight.float()) + self.bias.float()
 
 
 class ValueSource:

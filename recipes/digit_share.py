@@ -3,4 +3,5 @@
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     digits = sum(character.isdigit() for character in solution_str)
-    return {"score": digits / max(1, len(solution_str)), "acc": float(solution_str.strip() == ground_truth)}
+    share = digits / max(1, len(solution_str))
+    return {"score": share, "acc": float(solution_str.strip() == ground_truth), "digits": share}

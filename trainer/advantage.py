@@ -44,7 +44,7 @@ def compute_advantages(name: str, samples: AdvantageInput, options: AdvantageOpt
     if name in WHITENED or options.whiten_advantages:
         advantages_T = _whiten_in_scope(raw_T, samples, options)
     if samples.shift is not None:
-        advantages_T = advantages_T + samples.broadcast(samples.shift) * samples.baseline_T
+        advantages_T = advantages_T + samples.broadcast(samples.shift)
     metrics = _group_metrics(samples)
     if options.advantage_clip:
         bound, valid = options.advantage_clip, advantages_T[mask_T]

@@ -56,7 +56,7 @@ class AdvantageInput:
     baseline                B flags: in the baseline set of its group
     domains                 B domain names, for whiten_scope=domain
     greedy_scores           B scores of the greedy answer to the same prompt, for remax
-    shift                   B values added to the finished advantages of a sample in the baseline set
+    shift                   B values added to the whitened advantages of a sample; 0 outside the baseline set
     extras_T                further [T] tensors: old_log_probs, values, sum_pi_squared, rollout_is_weights
     """
 

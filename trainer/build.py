@@ -6,23 +6,25 @@ import logging
 import os
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from engines import check_train_engine
 from engines.device import get_device
-from trainer import checkpoint, wiring, wiring_credit, wiring_loss
+from trainer import checkpoint, wiring, wiring_credit, wiring_critic, wiring_loss
 from trainer.advantage import find_estimator
 from trainer.cluster import Cluster
 from trainer.config import Config, Loaded, diff, fingerprint, save_config
 from trainer.config.schema_reward import SCORER_FIELDS
 from trainer.consistency import ConsistencyLimits, ConsistencyMonitor
 from trainer.console import Console
+from trainer.critic import Critic
 from trainer.loop import Plan, Rooms, Trainer
 from trainer.loss import PolicyLoss
 from trainer.metrics import MetricLog
 from trainer.placement import Roles, start_workers
 from trainer.policy import Policy
 from trainer.prompts import PromptSource, read_sources, report_text, write_report
-from trainer.reward import SCORED_DOMAINS, TIMEOUT_S, CustomSpec, DomainSpec, OverlongSpec, RewardManager
+from trainer.reward import SCORED_DOMAINS, SPARE_S, TIMEOUT_S, CustomSpec, DomainSpec, OverlongSpec, RewardManager
 from trainer.sample_weights import check_difficulties
 
 log = logging.getLogger(__name__)
@@ -76,7 +78,8 @@ def build(loaded: Loaded) -> Trainer:
     plan = _plan(config, data.train, eos)
     actor = wiring.actor_spec(config, device, plan.total_steps)
     reference = wiring.reference_spec(config, device)
-    for spec in filter(None, (actor, reference)):
+    critic = wiring_critic.critic_spec(config, device, plan.total_steps)
+    for spec in filter(None, (actor, reference, critic)):
         check_train_engine(spec)
 
     if resume_from is None:
@@ -93,20 +96,22 @@ def build(loaded: Loaded) -> Trainer:
     console = Console(enabled="console" in settings.logger)
 
     with ExitStack() as undo, console.phase("starting workers", {}, "start"):
-        rewards = _rewards(config)
+        rewards = _rewards(config, {row.domain for source in (data.train, data.validation) for row in source.rows})
         undo.callback(rewards.close)
         place = wiring.placement(config)
         cluster = Cluster(place.bundles, _worker_env(config), dict(config.ray_kwargs.ray_init.runtime_env))
         undo.callback(cluster.shutdown)
-        roles = Roles(actor, reference, wiring.rollout_spec(config, device), wiring.sync_spec(config, device))
+        roles = Roles(actor, reference, critic, wiring.rollout_spec(config, device), wiring.sync_spec(config, device))
         train, rollout = start_workers(cluster, place, roles, float(config.actor_rollout_ref.nccl_timeout))
+        policy = Policy(train, settings.balance_batch)
         rooms = Rooms(
             prompts=data.train,
             val_prompts=data.validation,
             encoder=data.encoder,
             rewards=rewards,
             cluster=cluster,
-            policy=Policy(train, settings.balance_batch),
+            policy=policy,
+            critic=None if critic is None else Critic(policy.ranks, wiring_critic.critic_plan(config)),
             rollout=rollout,
             monitor=ConsistencyMonitor(_consistency(config)),
             console=console,
@@ -183,15 +188,30 @@ def _domains(config: Config) -> dict[str, DomainSpec]:
         name: DomainSpec(
             tags=tuple(domain.tag_included),
             world_size=domain.world_size or 0,
-            timeout_s=domain.timeout_s or TIMEOUT_S.get(name, DomainSpec.timeout_s),
+            timeout_s=domain.timeout_s or _timeout_s(config, name),
             score_map=tuple(domain.score_map),
-            options={field: vars(domain)[field] for field in SCORER_FIELDS.get(name, ())},
+            options=_code_options(config)
+            if name == "code_sandbox"
+            else {field: vars(domain)[field] for field in SCORER_FIELDS.get(name, ())},
         )
         for name, domain in config.rewards.items()
     }
 
 
-def _rewards(config: Config) -> RewardManager:
+def _timeout_s(config: Config, domain: str) -> float:
+    if domain == "code_sandbox":
+        return config.reward.code_sandbox.row_s + SPARE_S
+    return TIMEOUT_S.get(domain, DomainSpec.timeout_s)
+
+
+def _code_options(config: Config) -> dict[str, Any]:
+    service = config.reward.sandbox_fusion
+    remote = {"url": service.url, "max_concurrent": service.max_concurrent, "memory_limit_mb": service.memory_limit_mb}
+    sandbox = config.reward.code_sandbox
+    return {**vars(sandbox), "isolation": sandbox.isolation, "mode": sandbox.mode, **remote}
+
+
+def _rewards(config: Config, domains_of_rows: set[str]) -> RewardManager:
     reward = config.reward
     function = reward.custom_reward_function
     custom = None
@@ -205,7 +225,11 @@ def _rewards(config: Config) -> RewardManager:
         )
     buffer = reward.reward_kwargs["overlong_buffer_cfg"]
     overlong = OverlongSpec(**buffer, max_resp_len=reward.reward_kwargs["max_resp_len"]) if buffer["enable"] else None
-    return RewardManager(_domains(config), custom, num_workers=reward.num_workers, overlong=overlong)
+    domains = _domains(config)
+    if "code_sandbox" in domains_of_rows - domains.keys():  # by a built-in tag; the start must try the sandbox out
+        options = _code_options(config)
+        domains["code_sandbox"] = DomainSpec(timeout_s=_timeout_s(config, "code_sandbox"), options=options)
+    return RewardManager(domains, custom, num_workers=reward.num_workers, overlong=overlong)
 
 
 def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
@@ -227,6 +251,8 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
         separate=wiring.is_separate(config),
         **wiring.pace(config),
         credit=credit,
+        remax=config.algorithm.adv_estimator == "remax",
+        filter=wiring_credit.dynamic_sampling(config),
         loss=PolicyLoss(wiring_loss.loss_options(config)),
     )
 

@@ -26,6 +26,7 @@ from trainer.by_sample import mean_by_sample, sample_of_token, sum_by_sample
 from trainer.importance import LOG_LIMIT, WeightRule, raw_weights
 
 PREFIX = "rollout_corr"
+BY_SAMPLE = ("sequence", "geometric")  # weight kinds with one value per sample
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ def importance_weights(ratios: Ratios, rule: WeightRule, batch_normalize: bool =
     weights_T = torch.where(ratios.mask_T, rule.apply(raw_T), 1.0)
     metrics = _weight_metrics(ratios, rule, raw_T, weights_T)
     if batch_normalize:
-        by_sample = rule.kind in ("sequence", "geometric")
-        values = ratios.mean(weights_T)[ratios.filled_B] if by_sample else ratios.tokens(weights_T)
+        by_sample = ratios.mean(weights_T)[ratios.filled_B]
+        values = by_sample if rule.kind in BY_SAMPLE else ratios.tokens(weights_T)
         # All weights dropped: there is nothing to rescale.
         factor = float(values.mean()) or 1.0
         weights_T = torch.where(ratios.mask_T, weights_T / factor, 1.0)
@@ -150,11 +151,12 @@ def _weight_metrics(ratios: Ratios, rule: WeightRule, raw_T: Tensor, weights_T: 
     raw, weights = ratios.tokens(raw_T), ratios.tokens(weights_T)
     raw_B, mean_B = (ratios.mean(values_T)[ratios.filled_B] for values_T in (raw_T, weights_T))
     low = 1 / rule.high if rule.low is None else rule.low
+    units = raw_B if rule.kind in BY_SAMPLE else raw  # what has a weight of its own
     square = float(weights.square().mean())
     values = {
         **_spread("rollout_is", weights),
-        "rollout_is_ratio_fraction_high": _share(raw > rule.high),
-        "rollout_is_ratio_fraction_low": _share(raw < low),
+        "rollout_is_ratio_fraction_high": _share(units > rule.high),
+        "rollout_is_ratio_fraction_low": _share(units < low),
         "rollout_is_eff_sample_size": float(weights.mean()) ** 2 / square if square else 0.0,
         **_spread("rollout_is_seq", mean_B),
         "rollout_is_seq_max_deviation": float((mean_B - 1).abs().max()),

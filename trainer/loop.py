@@ -26,6 +26,7 @@ from trainer.config import Config, fingerprint
 from trainer.consistency import ConsistencyMonitor, probability_difference
 from trainer.console import Console
 from trainer.credit import CreditOptions, CreditState, assign_credit
+from trainer.critic import Critic
 from trainer.dumps import rollout_rows, write_jsonl
 from trainer.group_filter import DynamicSampling
 from trainer.length_penalty import penalise_scores
@@ -39,7 +40,7 @@ from trainer.routing import RouteOptions, Routes, check_routes
 from trainer.scored import Scored
 from trainer.step_metrics import response_metrics, spread, step_performance
 from trainer.sync import WeightSync
-from trainer.validation import ValRecord, sample_table, summarise, write_samples
+from trainer.validator import Validator
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Rooms:
     rewards: RewardManager
     cluster: Cluster
     policy: Policy
+    critic: Critic | None
     rollout: RolloutGroup
     monitor: ConsistencyMonitor
     console: Console
@@ -92,9 +94,9 @@ class Trainer:
     def __init__(self, config: Config, plan: Plan, rooms: Rooms, run_dir: Path, resume_from: Path | None) -> None:
         self.config, self.plan, self.run_dir, self.resume_from = config, plan, run_dir, resume_from
         self.prompts, self.rewards = rooms.prompts, rooms.rewards
-        self.policy, self.rollout, self.cluster = rooms.policy, rooms.rollout, rooms.cluster
+        self.policy, self.critic, self.rollout = rooms.policy, rooms.critic, rooms.rollout
+        self.cluster = rooms.cluster
         self.monitor, self.console, self.metrics = rooms.monitor, rooms.console, rooms.metrics
-        self.val_prompts = rooms.val_prompts
         self.collector = Collector(
             rooms.prompts,
             rooms.encoder,
@@ -107,6 +109,9 @@ class Trainer:
             config.reward.max_failed_frac,
         )
         self.collected_state = self.collector.state_dict()
+        self.validator = Validator(
+            config, rooms.val_prompts, self.collector, plan.val_sampling, plan.sampling, self.console, run_dir
+        )
         self.source = Ahead(self.collector.collect, plan.ahead) if plan.ahead else InTurn(self.collector.collect)
         self.sync = WeightSync(self.policy, self.rollout)
         self.rollout.restore = self._restore_weights
@@ -121,6 +126,8 @@ class Trainer:
         settings = self.config.trainer
         self._resume()
         self.sync_weights()
+        if self.config.reward.report.enable and self.global_step == 0:
+            self.validator.report_rewards()
         if settings.val_only or (settings.val_before_train and self.global_step == 0):
             self._report(self.validate())
         while self.global_step < self.plan.total_steps and not settings.val_only:
@@ -141,12 +148,15 @@ class Trainer:
             with self._training_turn():
                 batch, metrics = self.score_log_probs(scored, routes)
                 metrics |= self.compute_advantages(batch, scored, collected.greedy)  # 4 advantage
-                metrics |= self.update_policy(batch, collected.num_prompts)  # 5 update
+                metrics |= self.update_critic(batch, collected.num_prompts)  # 5 update
+                metrics |= self.update_policy(batch, collected.num_prompts)
             self.global_step += 1
             if self.global_step % self.plan.sync_every == 0:
                 self.sync_weights()  # 6 weight sync
         self._dump(batch, scored)
         metrics |= collected.metrics | response_metrics(scored)
+        counted = metrics.get("critic/score/mean")
+        self.validator.note_training(None if counted is None else counted.value)
         return self._row(metrics, batch.num_tokens) | self.rewards.take_metrics()
 
     # --- the rooms --------------------------------------------------------------------------------------------
@@ -189,13 +199,17 @@ class Trainer:
                 batch.tokens["loss_mask"][batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
         with self._phase("old log-probs", "old_log_prob"):
             metrics = self.policy.score(batch, self.plan.score, self.plan.score_reference)
+        if self.critic is not None:
+            with self._phase("values", "values"), self.critic.turn():
+                self.critic.values(batch)
         difference: Metrics = {}
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
             difference = probability_difference(
                 batch.tokens["old_log_probs"], batch.tokens["rollout_log_probs"], batch.tokens["response_mask"]
             )
-        for warning in self.monitor.check(self.global_step + 1, difference):
-            log.warning(warning)
+        if all(each.sample.weight_version == self.global_step for each in scored):  # else they must differ
+            for warning in self.monitor.check(self.global_step + 1, difference):
+                log.warning(warning)
         entropy_T = batch.tokens.pop("entropy")[batch.tokens["response_mask"].bool()]
         entropy = {"actor/entropy": Metric("mean", float(entropy_T.double().sum()), entropy_T.numel())}
         return batch, metrics | difference | entropy | (routes.metrics if routes is not None else {})
@@ -207,8 +221,18 @@ class Trainer:
                 batch, scored, self.plan.credit, self.credit, step=self.global_step, greedy_scores=baselines
             )
 
+    def update_critic(self, batch: TrainBatch, num_prompts: int) -> Metrics:
+        """The value model, where there is one, learns what the samples were worth."""
+        if self.critic is None:
+            return {}
+        with self._phase("critic", "update_critic"), self.critic.turn():
+            rows = self.critic.plan.rows(num_prompts, self.plan.sampling.n, self.global_step)
+            return self.critic.update(batch, rows, self.global_step)
+
     def update_policy(self, batch: TrainBatch, num_prompts: int) -> Metrics:
-        """ppo_epochs passes over the mini-batches, one optimizer step each."""
+        """ppo_epochs passes over the mini-batches, one optimizer step each; none while the critic warms up."""
+        if self.critic is not None and not self.critic.plan.actor_learns(self.global_step):
+            return {}
         actor = self.config.actor_rollout_ref.actor
         rows = []
         for epoch in range(actor.ppo_epochs):
@@ -256,19 +280,9 @@ class Trainer:
     # --- around the loop --------------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
-        """Accuracy on the validation files with their own sampling (greedy unless val_kwargs say otherwise)."""
-        records: list[ValRecord] = []
-        for items in self.val_prompts.validation_batches(self.config.data.val_batch_size or len(self.val_prompts)):
-            with self._rollout_paused():
-                answers = self.collector.answer(items, self.plan.val_sampling, self.timings, validation=True)
-            records += [val_record(each) for each in answers]
-        if self.config.trainer.validation_data_dir:
-            write_samples(Path(self.config.trainer.validation_data_dir) / f"val_{self.global_step}.jsonl", records)
-        if self.config.trainer.log_val_generations > 0:
-            columns, rows = sample_table(records, self.config.trainer.log_val_generations)
-            self.console.samples(f"validation samples at step {self.global_step}", columns, rows)
-        scoring = {f"val-{name}": value for name, value in self.rewards.take_metrics().items()}
-        return summarise(records) | scoring
+        """Accuracy on the validation files."""
+        with self._rollout_paused():
+            return self.validator.run(self.global_step, self.timings)
 
     def save(self, row: dict[str, float]) -> Path:
         """Checkpoint of everything that the next step depends on; `row` are the metrics of this one."""
@@ -277,6 +291,7 @@ class Trainer:
             "step": self.global_step,
             "collector": self.collected_state,
             "credit": self.credit.state_dict(),
+            "validation": self.validator.state_dict(),
             "monitor": self.monitor.state_dict(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "metrics": self._complete(row),
@@ -290,10 +305,21 @@ class Trainer:
             if "hf_model" in contents:
                 self.policy.export_hf(folder / "hf_model", self.config.actor_rollout_ref.model.path)
             self.policy.offload()
+            if self.critic is not None:
+                self.critic.save(folder / "critic")
+                if "hf_model" in self.config.critic.checkpoint.save_contents:
+                    self.critic.export_hf(folder / "critic_hf_model", self.config.critic.model.path)
 
         with self._phase("checkpoint", "save_checkpoint"):
             keep = self.config.trainer.max_actor_ckpt_to_keep
-            return checkpoint.save(self.run_dir, self.global_step, state, write, keep)
+            folder = checkpoint.save(self.run_dir, self.global_step, state, write, keep)
+        self.validator.history.write()  # it names checkpoints, and some may have gone
+        return folder
+
+    def save_before_stopping(self) -> Path:
+        """Where a run that cannot go on will be resumed: after its last complete step."""
+        done = [path for step, path in checkpoint.checkpoints(self.run_dir) if step == self.global_step]
+        return done[0] if done else self.save({})
 
     def close(self) -> None:
         self.source.close()
@@ -307,11 +333,14 @@ class Trainer:
         state = checkpoint.read_state(self.resume_from)
         with self._phase("restore", "restore"):
             self.policy.restore(self.resume_from / "actor")
+            if self.critic is not None:
+                self.critic.restore(self.resume_from / "critic")
         self.global_step = state["step"]
         self.collected_state = state["collector"]
         changed = self.config.data.allow_changed_files
         self.collector.load_state_dict(self.collected_state, allow_changed_files=changed)
         self.credit.load_state_dict(state["credit"])
+        self.validator.load_state_dict(state["validation"])
         self.monitor.load_state_dict(state["monitor"])
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         if self.global_step not in self.metrics.csv.steps:  # killed after the save, before the row was written
@@ -374,23 +403,3 @@ class Trainer:
         newest = checkpoint.checkpoints(self.run_dir)
         lines += [f"checkpoint             {newest[0][1]}"] if newest else []
         self.console.summary("done", lines)
-
-
-def val_record(scored: Scored) -> ValRecord:
-    sample, result, row = scored.sample, scored.result, scored.item.row
-    return ValRecord(
-        uid=scored.item.uid,
-        tag=row.tag,
-        id=row.id,
-        index=sample.index,
-        prompt=row.messages[-1].content,
-        answer=scored.text,
-        pred=result.pred,
-        gold=row.ground_truth,
-        acc=result.acc,
-        score=result.score,
-        reason=result.reason,
-        length=len(sample.response_ids),
-        finish_reason=sample.finish_reason,
-        failed=result.failed,
-    )

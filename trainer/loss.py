@@ -10,6 +10,7 @@ gradients, and aggregation selects the others instead of multiplying by zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from trainer.by_sample import sample_of_token, sum_by_sample
 from trainer.consistency import DIFF, LOG_DIFF
 from trainer.covariance import select_cov
 from trainer.kl import kl_estimate
+from trainer.length_loss import length_weights
 from trainer.loss_options import AGG_MODES, AggMode, LossOptions
 from trainer.policy_loss import LOSSES, SELECT_BY_COVARIANCE, LossInput, find_loss
 
@@ -34,7 +36,7 @@ class PolicyLoss:
 
     Reads tokens: loss_mask, old_log_probs, advantages, ref_log_probs (with use_kl_loss), cov_selected (clip_cov,
     kl_cov: `prepare_mini`), rollout_is_weights (optional); samples: loss_weights (optional), length_weights (with a
-    length loss). Rollout and sample weights act on the policy loss only.
+    length loss: `prepare_batch`). Rollout and sample weights act on the policy loss only.
     """
 
     options: LossOptions
@@ -42,6 +44,13 @@ class PolicyLoss:
     def with_kl_coef(self, coefficient: float) -> PolicyLoss:
         """The same loss in a step whose KL coefficient is `coefficient`."""
         return replace(self, options=replace(self.options, kl_loss_coef=coefficient))
+
+    def prepare_batch(self, batch: TrainBatch, uids: Sequence[str]) -> None:
+        """Add what must be computed over a whole step: the length weights, from the response mask."""
+        options = self.options
+        if options.length_loss_coef != 0:
+            weights_B = length_weights(batch, uids, options.length_free_len, options.length_max_len)
+            batch.samples["length_weights"] = weights_B
 
     def prepare_mini(self, mini: TrainBatch, step: int, number: int) -> None:
         """Add what must be chosen over a whole mini-batch, before it is cut: number `number` of training step `step`

@@ -27,6 +27,7 @@ class LossOptions:
     clip_cov_*                       share of tokens without loss, and the covariances they may have
     kl_cov_ratio, ppo_kl_coef        share of tokens that get coef |D| on top
     length_loss_coef                 weight of the differentiable length loss (trainer/length_loss.py)
+    length_free_len, length_max_len  response tokens at which its penalty begins and is full
     rollout_weights                  importance weights inside loss_mode bypass_reinforce; None: all 1
     bypass                           old log-probs are the rollout's: the loss reports how far the policy is from them
     old_is_current                   one optimizer step follows the rollout: the old log-probs are those of the
@@ -53,6 +54,8 @@ class LossOptions:
     kl_cov_ratio: float = 2e-4
     ppo_kl_coef: float = 0.1
     length_loss_coef: float = 0.0
+    length_free_len: int = 0
+    length_max_len: int | None = None
     rollout_weights: WeightRule | None = None
     bypass: bool = False
     old_is_current: bool = False
@@ -64,6 +67,11 @@ class LossOptions:
         self._check_clips()
         if self.loss_mode == "dro" and not (self.dro_beta or 0) > 0:
             raise ValueError(f"got loss_mode=dro with dro_beta={self.dro_beta}; expected a positive one; set dro_beta")
+        if self.length_loss_coef and not 0 <= self.length_free_len < (self.length_max_len or 0):
+            raise ValueError(
+                f"got length_free_len={self.length_free_len}, length_max_len={self.length_max_len}; expected "
+                "0 <= free < max; set actor.length_loss.free_len below data.max_response_length"
+            )
         check_kl_type(self.kl_loss_type)
 
     def _check_aggregation(self) -> None:

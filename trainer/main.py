@@ -6,7 +6,8 @@
     python3 -m trainer.main --cfg resolved …       the resolved tree as YAML
     python3 -m trainer.main --explain KEY          type, default and meaning of one key
 
-Exit status: 0 done, 1 the run failed, 2 the configuration or the data is wrong, 130 interrupted.
+Exit status: 0 done, 1 the run failed, 2 the configuration or the data is wrong, 3 answers can no longer be scored (the
+run can be resumed), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ def run(loaded: Loaded) -> int:
     """Build, fit, and close whatever happens. torch and ray are imported only from here on."""
     from trainer.build import build
     from trainer.cluster import WorkerFailed
+    from trainer.reward import ScoringStopped
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds through `finally`, so workers end too
     trainer = None
@@ -67,6 +69,9 @@ def run(loaded: Loaded) -> int:
     except WorkerFailed as error:
         log.error("the run stopped: %s", error)
         return 1
+    except ScoringStopped as error:
+        log.error("the run stopped: %s; it goes on from %s", error, trainer.save_before_stopping())
+        return 3
     except ValueError as error:
         if trainer is not None:
             raise

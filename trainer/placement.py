@@ -52,6 +52,7 @@ class Roles:
 
     actor: TrainEngineSpec
     reference: TrainEngineSpec | None
+    critic: TrainEngineSpec | None
     rollout: RolloutEngineSpec
     sync: SyncSpec
 
@@ -65,7 +66,7 @@ def start_workers(cluster: Cluster, place: Placement, roles: Roles, idle_s: floa
         "train",
         TrainWorker,
         train_place,
-        [(rank, place.train, train_threads, roles.actor, roles.reference) for rank in range(place.train)],
+        [(rank, place.train, train_threads, roles.actor, roles.reference, roles.critic) for rank in range(place.train)],
         share=1.0 if place.separate else 0.5,
     )
     # A replica over several devices cannot sit in bundles of one: it is told which of the trainer's it may see.

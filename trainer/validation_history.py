@@ -26,10 +26,6 @@ class ValidationHistory:
     """
 
     def __init__(self, run_dir: Path, patience: int | None = None) -> None:
-        if patience is not None and patience < 1:
-            raise ValueError(
-                f"got trainer.overfit_patience={patience}; expected at least 1, or null for no warning; change it"
-            )
         self._run_dir, self._patience = run_dir, patience
         self._best: dict[str, dict[str, float]] = {}
         self._checks: list[list[float | None]] = []  # the last `patience` + 1: accuracy, training score

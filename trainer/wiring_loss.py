@@ -6,7 +6,7 @@ from trainer.config import Config
 from trainer.config.thresholds import rejection_bounds, weight_bounds
 from trainer.correction import CorrectionOptions, Rejection
 from trainer.importance import WeightRule
-from trainer.kl_control import KlControl, KlController
+from trainer.kl_control import KlControl
 from trainer.loss_options import LossOptions
 
 
@@ -35,6 +35,8 @@ def loss_options(config: Config) -> LossOptions:
         kl_cov_ratio=policy.kl_cov_ratio,
         ppo_kl_coef=policy.ppo_kl_coef,
         length_loss_coef=actor.length_loss.coef,
+        length_free_len=actor.length_loss.free_len,
+        length_max_len=config.data.max_response_length,
         rollout_weights=_weights(config) if reinforce else None,
         bypass=correction.bypass_mode,
         old_is_current=not correction.bypass_mode and leaves_out_old_pass(config),
@@ -86,18 +88,16 @@ def leaves_out_old_pass(config: Config) -> bool:
     return actor.reuse_old_log_probs == "auto" and one_step and not read_before
 
 
-def loss_kl_controller(config: Config) -> KlController | None:
-    """Moves the coefficient of the KL loss; None when it is fixed or `kl_ctrl` belongs to the KL in the reward."""
+def loss_kl(config: Config) -> KlControl | None:
+    """How the coefficient of the KL loss moves; None when it is fixed or `kl_ctrl` belongs to the KL in the reward."""
     actor, control = config.actor_rollout_ref.actor, config.algorithm.kl_ctrl
     if not actor.use_kl_loss or config.algorithm.use_kl_in_reward or control.type == "fixed":
         return None
-    return KlController(
-        KlControl(
-            type=control.type,
-            kl_coef=actor.kl_loss_coef,
-            horizon=control.horizon,
-            target_kl=control.target_kl,
-            schedule=tuple((int(step), float(value)) for step, value in control.schedule or ()),
-            interp=control.interp,
-        )
+    return KlControl(
+        type=control.type,
+        kl_coef=actor.kl_loss_coef,
+        horizon=control.horizon,
+        target_kl=control.target_kl,
+        schedule=tuple((int(step), float(value)) for step, value in control.schedule or ()),
+        interp=control.interp,
     )

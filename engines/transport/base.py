@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.device import get_device
+
 ALIGN = 256  # bytes; a float32 view after an odd bfloat16 tensor needs it
 
 
@@ -80,6 +82,13 @@ class Sent:
     nbytes: int
     buckets: int
     wire_bytes: int = 0
+
+
+def device_slots(device: str, slot_bytes: int) -> list[Tensor]:
+    """Two slots on this process's present device."""
+    module = get_device(device).module
+    place = torch.device("cpu") if module is None else torch.device(device, module.current_device())
+    return [torch.empty(slot_bytes, dtype=torch.uint8, device=place) for _ in range(2)]
 
 
 class SendMedium(ABC):

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.device import get_device
-from engines.transport.base import ReceiveMedium, SendMedium, TransportError
+from engines.transport.base import ReceiveMedium, SendMedium, TransportError, device_slots
 from engines.transport.channel import REMEDY, host_ip
 
 FLUSH_BYTES = 256 << 20  # collectives reach their bandwidth well below this
@@ -62,9 +61,7 @@ class _Group:
 
     def __init__(self, device: str, slot_bytes: int, timeout_s: float) -> None:
         self._kind, self._timeout = device, timedelta(seconds=timeout_s)
-        module = get_device(device).module
-        place = torch.device("cpu") if module is None else torch.device(device, module.current_device())
-        self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=place) for _ in range(2)]
+        self.slots = device_slots(device, slot_bytes)
         self._group: Any = None
         self._works: dict[int, Any] = {}
 

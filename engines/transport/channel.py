@@ -17,7 +17,7 @@ from engines.transport.base import Address, TransportError
 log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("!Q")
-_HELLO_BYTES = 1 << 16  # more than any message before the secret was checked
+_KNOCK_S = 10.0  # at the door answers need no thought: a process that hangs there must not hold up the others
 REMEDY = "see its log, or raise checkpoint_engine.engine_kwargs.timeout_s"
 
 
@@ -25,9 +25,13 @@ class Channel:
     """One connection. `who` names the other end in errors; `timeout_s` bounds every wait."""
 
     def __init__(self, sock: socket.socket, who: str, timeout_s: float) -> None:
-        sock.settimeout(timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each message is awaited: nothing to collect
-        self._sock, self.who, self._timeout_s = sock, who, timeout_s
+        self._sock, self.who = sock, who
+        self.wait_at_most(timeout_s)
+
+    def wait_at_most(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sock.settimeout(timeout_s)
 
     def send(self, message: tuple, where: str = "") -> None:
         """`where` says in an error how far the update had come."""
@@ -84,22 +88,22 @@ class Channel:
 class Door:
     """Where receivers arrive. `reachable` opens it to other machines, else this machine only."""
 
-    def __init__(self, transport: str, reachable: bool, timeout_s: float) -> None:
+    def __init__(self, transport: str, reachable: bool) -> None:
         self._socket = socket.create_server(("" if reachable else "127.0.0.1", 0), backlog=128)
         host = host_ip() if reachable else "127.0.0.1"
         self.address = Address(transport, host, self._socket.getsockname()[1], secrets.token_bytes(32))
-        self._timeout_s = timeout_s
 
     def accept(self, deadline: float) -> Channel | None:
         """The next one that knows the secret; None after `deadline` (time.monotonic). One that connected to an
-        earlier update and has died since, or a stranger, is passed over."""
+        earlier update and has died since, or a stranger, is passed over. Its first message must follow at once:
+        the caller sets the time-out of the others."""
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
             try:
                 sock, place = self._socket.accept()
             except TimeoutError:
                 return None
-            channel = Channel(sock, f"the rollout worker at {place[0]}:{place[1]}", min(left, self._timeout_s))
+            channel = Channel(sock, f"the rollout worker at {place[0]}:{place[1]}", min(left, _KNOCK_S))
             try:
                 deliver_challenge(channel, self.address.key)
                 answer_challenge(channel, self.address.key)
@@ -107,7 +111,6 @@ class Door:
                 log.warning("%s did not pass the door of the weight channel: %r", channel.who, error)
                 channel.close()
                 continue
-            sock.settimeout(self._timeout_s)
             return channel
         return None
 

@@ -15,12 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
 from engines.device import Device, get_device
-from engines.transport.base import ReceiveMedium, SendMedium
+from engines.transport.base import ReceiveMedium, SendMedium, device_slots
 
 FLUSH_BYTES = 256 << 20
 # The oldest software of an Ascend host that shares device memory between processes.
@@ -35,8 +34,7 @@ class IpcSend(SendMedium):
     def __init__(self, slot_bytes: int, device: str) -> None:
         self.flush_bytes = FLUSH_BYTES
         self._device = get_device(device)
-        place = torch.device(device, self._device.module.current_device())
-        self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=place) for _ in range(2)]
+        self.slots = device_slots(device, slot_bytes)
 
     def offers(self, held: list[Any]) -> list[Any]:
         # A handle each: opening one releases its count on the sender's memory.
@@ -97,9 +95,9 @@ def obstacle(device: str, one_device: bool) -> str | None:
 
 def npu_obstacle(driver: str | None, cann: str | None) -> str | None:
     """As `obstacle`, of an Ascend host with these versions; None is one that was not found."""
-    for what, found, since in (("driver", driver, DRIVER_SINCE), ("CANN", cann, CANN_SINCE)):
+    for what, found, since in (("the driver", driver, DRIVER_SINCE), ("CANN", cann, CANN_SINCE)):
         if found is None:
-            return f"the version of the {what} was not found"
+            return f"no version of {what} was found"
         if ascend_version(found) < ascend_version(since):
             return f"{what} {found} is older than {since}"
     return None

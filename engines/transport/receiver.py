@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -12,12 +13,15 @@ from engines.transport.buckets import Unpacker, checksum
 from engines.transport.channel import Channel, connect
 from engines.transport.delta import DeltaReceiver
 
+# A hanging replica is known to the sender only: its time-out ends first, and the others hear whose fault it is.
+_PATIENCE = 1.5
+
 
 class Receiver:
     """One per rollout replica. `name` is what the sender's errors call it."""
 
     def __init__(self, medium: ReceiveMedium, address: Address, timeout_s: float, name: str) -> None:
-        self._medium, self._address, self._timeout_s, self._name = medium, address, timeout_s, name
+        self._medium, self._address, self._timeout_s, self._name = medium, address, _PATIENCE * timeout_s, name
         self._delta = DeltaReceiver()
         self._channel: Channel | None = None
         self._stamp: object = None
@@ -38,7 +42,7 @@ class Receiver:
         while (message := self._hear("bucket", "end"))[0] == "bucket":
             _, slot, records, used, crc, patch = message
             self._where = f" in version {version}, bucket {bucket}, after {unpacker.last}"
-            flat = self._medium.fetch(slot, used)
+            flat = self._fetch(slot, used)
             if patch is not None:
                 flat = self._delta.decode(flat, patch, crc)
             elif crc is not None and checksum(flat) != crc:
@@ -68,8 +72,18 @@ class Receiver:
         try:
             self._channel.send(message, self._where)
         except TransportError:
-            while True:  # prefer the reason it left behind
-                self._hear("bucket", "end")
+            self._raise_reason()
+
+    def _fetch(self, slot: int, used: int) -> Tensor:
+        try:
+            return self._medium.fetch(slot, used)
+        except TransportError:
+            self._raise_reason()
+
+    def _raise_reason(self) -> NoReturn:
+        """A broken connection says little: prefer what the sender said last, or that it is dead or silent."""
+        while True:
+            self._hear("bucket", "end")
 
     def confirm(self, version: int) -> None:
         """The model holds this version: nothing was missing, doubled or unknown."""

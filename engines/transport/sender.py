@@ -25,7 +25,7 @@ class Sender:
     """One per weight source. A failed update leaves it ready for the next one, with the same or other receivers."""
 
     def __init__(self, transport: str, medium: SendMedium, reachable: bool, capacity: int, timeout_s: float) -> None:
-        self._door = Door(transport, reachable, timeout_s)
+        self._door = Door(transport, reachable)
         self._medium, self._capacity, self._timeout_s = medium, capacity, timeout_s
         self.delta: DeltaSender | None = None  # set it to switch delta mode on
 
@@ -42,9 +42,7 @@ class Sender:
         peers: list[_Peer] = []
         try:
             self._welcome(peers, version, receivers)
-            return _Update(self._medium, peers, version).run(
-                tensors, self._capacity, check, self.delta
-            )
+            return _Update(self._medium, peers, version).run(tensors, self._capacity, check, self.delta)
         except TransportError as error:
             self._give_up(peers, str(error))
             for _ in tensors:
@@ -76,6 +74,7 @@ class Sender:
                 channel.close()  # gone again: its replacement may follow
                 continue
             channel.who = join.name
+            channel.wait_at_most(self._timeout_s)
             if join.version == version:
                 peers.append(_Peer(channel, join))
                 continue
@@ -130,7 +129,10 @@ class _Update:
             kept = (delta.identity, delta.begin([peer.join.base for peer in self._peers]))
         for peer, offer in zip(self._peers, offers, strict=True):
             self._send(peer, ("begin", offer, kept))
-        self._medium.start()
+        try:
+            self._medium.start()
+        except TransportError as error:
+            raise TransportError(f"{error}; in it were {', '.join(peer.channel.who for peer in self._peers)}") from None
         for peer in self._peers:
             self._expect(peer, ("ready",))
 

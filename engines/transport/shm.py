@@ -19,7 +19,7 @@ from torch import Tensor
 from engines.transport.base import ReceiveMedium, SendMedium, TransportError
 
 # Small enough that a bucket is read while it still lies in the processor's cache, large enough that messages are rare.
-FLUSH_BYTES = 16 << 20
+FLUSH_BYTES = 8 << 20
 SLOTS = 4  # either side may be held up for a moment without the other having to wait
 
 
@@ -99,7 +99,7 @@ def _anonymous_file() -> tuple[int, str, bool]:
 
 
 def _map(file: int, slot_bytes: int) -> list[Tensor]:
-    memory = mmap.mmap(file, SLOTS * slot_bytes)
+    memory = mmap.mmap(file, 0)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # 512 times fewer page faults in the first update
     return list(torch.frombuffer(memory, dtype=torch.uint8).split(slot_bytes))

@@ -1,6 +1,10 @@
 """Token log-probs and entropy against torch's log_softmax, whole and split over ranks."""
 
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +136,13 @@ def test_shards_of_the_vocabulary_give_the_whole_value_and_gradient():
         torch.testing.assert_close(entropy_T, expected_entropy.float(), atol=3e-6, rtol=0)
     grad_TV = torch.cat([grad for *_, grad in results], dim=1)
     torch.testing.assert_close(grad_TV, expected_grad.float(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_no_float32_copy_of_the_logits_is_ever_held():
+    """The plain way needs about six times the bf16 logits: the measurement can tell."""
+    script = Path(__file__).parents[2] / "benchmarks" / "losses.py"
+    command = [sys.executable, str(script), "--tokens", "2048", "--vocabulary", "32768"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["peak"]["plain log-softmax"] > 4

@@ -215,6 +215,17 @@ def test_optimal_token_baseline_is_zero_for_equal_rewards_and_survives_certain_t
     assert advantages == [[0.5, 0.5], [-0.5, -0.5]]
 
 
+def test_a_sample_that_has_ended_no_longer_weighs_in_the_baseline():
+    """At the second token two samples are left, both certain (weight 0): their plain mean is the baseline."""
+    log = [[math.log(0.5)], [0.0, 0.0], [0.0, 0.0]]
+    squares = [[0.5], [1.0, 1.0], [1.0, 1.0]]
+    rewards = [[0.0], [0.0, 1.0], [0.0, 0.0]]
+    advantages, _ = per_token(
+        "optimal_token_baseline", rewards, [1, 2, 2], "aaa", old_log_probs=log, sum_pi_squared=squares
+    )
+    assert [row[1] for row in advantages[1:]] == [0.5, -0.5]
+
+
 def test_group_means_do_not_depend_on_the_order_of_samples():
     """Plain summation gives 1 here, or 2, by the order; the sum is 2."""
     scores = [1e16, 1.0, -1e16, 1.0]

@@ -4,7 +4,6 @@ import pytest
 
 from tests.trainer.config_bench import ACTOR, ROLLOUT, errors, load
 from trainer import wiring_credit
-from trainer.config import not_built
 from trainer.credit import CreditOptions
 from trainer.kl_control import KlControl
 from trainer.length_penalty import LengthPenaltyOptions
@@ -12,13 +11,6 @@ from trainer.sample_masks import MaskOptions
 from trainer.sample_weights import WeightOptions
 
 A, PENALTY, FILTER = "algorithm", "reward.length_penalty", "algorithm.filter_groups"
-
-
-@pytest.fixture
-def with_filter(monkeypatch):
-    """Group filtering as if every room behind it stood already."""
-    names = tuple(name.replace("filter_groups,", "") for name in not_built.NOT_BUILT)
-    monkeypatch.setattr(not_built, "NOT_BUILT", names)
 
 
 def options(folder, *argv) -> CreditOptions:
@@ -75,10 +67,13 @@ def test_length_penalty(tmp_path):
     assert options(tmp_path).length_penalty is None
 
 
-def test_group_filter(tmp_path, with_filter):
+def test_group_filter(tmp_path):
     given = (f"{FILTER}.enable=True", f"{FILTER}.max_num_gen_batches=3", f"{FILTER}.on_exhausted=fill_unfiltered")
     sampling = wiring_credit.dynamic_sampling(load(tmp_path, *given, f"{FILTER}.mean_high=0.9").config)
     assert (sampling.num_groups, sampling.prompts_per_round) == (8, 8)
+    sampling = wiring_credit.dynamic_sampling(load(tmp_path, f"{FILTER}.enable=True", "data.gen_batch_size=12").config)
+    assert (sampling.num_groups, sampling.prompts_per_round, sampling.options.max_rounds) == (8, 12, 10)
+    sampling = wiring_credit.dynamic_sampling(load(tmp_path, *given, f"{FILTER}.mean_high=0.9").config)
     found = sampling.options
     assert (found.metric, found.max_rounds, found.on_exhausted, found.mean_high) == ("acc", 3, "fill_unfiltered", 0.9)
 
@@ -138,16 +133,16 @@ def test_what_does_not_fit_is_refused(tmp_path, given, id, got, fix):
     ("given", "got"),
     [
         ([f"{ROLLOUT}.n=1"], "n=1, filter_groups.enable=True"),
+        ([f"{FILTER}.carry_over=True", f"{A}.adv_estimator=remax"], "adv_estimator=remax"),
+        ([f"{FILTER}.max_num_gen_batches=2", "data.gen_batch_size=3"], "2 rounds x data.gen_batch_size=3 = 6 groups"),
         ([f"{FILTER}.mean_low=0.5", f"{FILTER}.mean_high=0.5"], "mean_low=0.5, mean_high=0.5"),
     ],
 )
-def test_filters_that_cannot_work(tmp_path, with_filter, given, got):
+def test_filters_that_cannot_work(tmp_path, given, got):
     assert got in errors(tmp_path, f"{FILTER}.enable=True", *given)["algo.filter"]
 
 
-def test_both_forms_of_a_length_penalty_are_one_too_many(tmp_path, monkeypatch):
-    names = tuple(name.replace("length_loss,", "") for name in not_built.NOT_BUILT)
-    monkeypatch.setattr(not_built, "NOT_BUILT", names)
+def test_both_forms_of_a_length_penalty_are_one_too_many(tmp_path):
     found = errors(tmp_path, f"{PENALTY}.coef=0.5", f"{ACTOR}.length_loss.coef=0.1")["len.penalty"]
     assert "length_loss.coef=0.1" in found
 

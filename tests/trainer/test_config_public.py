@@ -18,7 +18,7 @@ WRONG = {
     "verl/examples/grpo_trainer/run_qwen3_235b_a22b_megatron.sh": {"roll.ep"},
     "verl/examples/grpo_trainer/run_qwen3_30b_a3b_megatron.sh": {"roll.ep"},
     "verl/examples/rollout_correction/run_qwen2_5_7b_fsdp.sh": {"batch.micro"},
-    "verl/examples/rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh": {"batch.micro"},
+    "verl/examples/rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh": {"batch.micro", "algo.corr"},
     "verl/examples/grpo_trainer/run_moonlight_16b_a3b_megatron.sh": {"ckpt.dist"},
     "verl-recipe/qat/run_qwen3_30b_w4a16.sh": {"key.refused"},
     "verl-recipe/qat/run_qwen3_30b_w4a16_FFN_only.sh": {"key.refused"},

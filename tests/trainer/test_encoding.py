@@ -1,5 +1,6 @@
 """Token ids of many rows: from several processes, and from the cache of an earlier start."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ def test_ids_are_kept_under_a_key_of_rows_tokenizer_and_template(tmp_path):
     assert read(tmp_path / "cache", rows) == (first, 0)
     assert read(tmp_path / "cache", rows[::-1])[1] == 3
     assert read(tmp_path / "cache", rows, default_system="d")[1] == 3
-    assert read(tmp_path / "cache", rows_of(3, tag="other"))[1] == 3
+    assert read(tmp_path / "cache", [replace(row, tag="other") for row in rows])[1] == 3
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 

@@ -1,6 +1,7 @@
 """Instruction following: each of the 25 rules holds and fails where it should; strict, loose, and the scorer."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ CASES = [  # id, kwargs, answers that follow, answers that do not
         ["one\n***\ntwo", "***\none\n *** \ntwo\n***"],
         ["one\n\ntwo", "one\n***\n***\ntwo", "one *** two", "a\n***\nb\n***\nc"],
     ),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, ["a\n***\nb\n***\nc"], ["a\n***\n***\nb"]),
     (
         "length_constraints:nth_paragraph_first_word",
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Weekend"},
@@ -144,7 +146,7 @@ CASES = [  # id, kwargs, answers that follow, answers that do not
     (
         "change_case:english_capital",
         {},
-        ["THE SEA IS CALM TODAY AND THE SUN SHINES."],
+        ["THE SEA IS CALM TODAY AND THE SUN SHINES.", "WRITE MORE CODE", "HOW ARE YOU?"],
         ["THE SEA IS CALM today.", GERMAN.upper(), "123"],
     ),
     (
@@ -196,11 +198,16 @@ def test_substring_matching_is_literal_and_spares_forbidden_words():
         ("It was not I. So what.", 2),
         ("one. two. three.", 3),
         ("你好。再见！", 2),
-        ("." * 200_000, 0),
     ],
 )
 def test_sentences(text, count):
     assert count_sentences(text) == count
+
+
+def test_a_long_run_of_full_stops_takes_no_time():
+    started = time.monotonic()
+    assert count_sentences("." * 60_000 + "x") == 1
+    assert time.monotonic() - started < 3
 
 
 def test_results_keep_the_order_of_the_list_also_when_an_id_comes_twice():

@@ -49,6 +49,9 @@ def test_samples_that_do_not_count_pay_nothing_and_move_no_mean():
     scored = [one(length=1), one(length=5), one(length=5, failed=True)]
     shift, _ = advantage_shift(scored, [True, True, False], LengthPenaltyOptions(1.0, **RATIO, stage="advantage"), 0)
     assert shift == [0.5, -0.5, 0.0]
+    rejected = [one(length=1), one(length=5), one(length=5)]  # the last one lost its reward token
+    shift, _ = advantage_shift(rejected, [True, True, False], LengthPenaltyOptions(1.0, **RATIO, stage="advantage"), 0)
+    assert shift == [0.5, -0.5, 0.0]
     assert penalise_scores(scored, LengthPenaltyOptions(1.0, **RATIO), 0)[2].result.score == 1.0
 
 

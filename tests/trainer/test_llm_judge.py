@@ -307,6 +307,7 @@ def test_the_cache_outlives_the_pool_and_knows_what_a_verdict_depends_on(tmp_pat
 def test_failures_are_not_cached(tmp_path):
     with serving(script(reply("hm"), reply("hm"), YES)) as server, judging(server, cache_dir=str(tmp_path)) as pool:
         assert ask(pool).failed
+        assert (tmp_path / "llm_judge.jsonl").read_text() == ""
         assert ask(pool).acc == 1
 
 

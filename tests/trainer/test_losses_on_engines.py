@@ -14,7 +14,6 @@ from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 from trainer.batching import denominators, in_order, scatter
 from trainer.importance import WeightRule
-from trainer.length_loss import length_weights
 from trainer.loss import LOSSES, LossOptions, PolicyLoss
 
 pytestmark = pytest.mark.gloo
@@ -44,7 +43,6 @@ def _batch(old_log_probs: torch.Tensor) -> TrainBatch:
     batch.tokens["old_log_probs"] = old_log_probs + noise
     batch.tokens["ref_log_probs"] = batch.tokens["old_log_probs"] - noise / 2
     batch.samples["key"] = torch.arange(3)
-    batch.samples["length_weights"] = length_weights(batch, ["a", "a", "a"], free_len=0, max_len=8)
     return batch
 
 
@@ -62,6 +60,7 @@ def _loss(mode: str) -> PolicyLoss:
             kl_loss_coef=0.1,
             entropy_coeff=0.01,
             length_loss_coef=0.2,
+            length_max_len=8,
         )
     )
 
@@ -82,6 +81,7 @@ def _updates(rank: int, world: int, model: str, backends: dict) -> dict[str, tup
         for number, mode in enumerate(LOSSES):
             engine.load(model)
             mini, loss = batch.select(range(len(batch))), _loss(mode)
+            loss.prepare_batch(mini, ["a", "a", "a"])
             loss.prepare_mini(mini, step=0, number=number)
             share = scatter(mini, in_order(mini.lengths, engine.dp_size))[engine.dp_rank]
             options = ForwardOptions(micro_batch_size=2, entropy=True, entropy_grad=True)

@@ -90,9 +90,12 @@ def test_the_clip_bounds_and_counts():
 
 
 def test_equal_values_are_exactly_zero_and_have_no_scale():
-    assert norm([0.1] * 7, "aaaaaaa", "group", "group") == [0.0] * 7
-    moments = Moments.of([0.1] * 3).merge(Moments.of([0.1] * 4))
-    assert (moments.mean, moments.scale) == (0.1, None)
+    """This value's mean over seven samples rounds to another number."""
+    value = 0.7602257126352243
+    assert sum([value] * 7) / 7 != value
+    assert norm([value] * 7, "aaaaaaa", "group", "group") == [0.0] * 7
+    moments = Moments.of([value] * 3).merge(Moments.of([value] * 4))
+    assert (moments.mean, moments.scale) == (value, None)
 
 
 def test_one_sample_per_prompt_has_no_group_baseline():

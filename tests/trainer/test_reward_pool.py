@@ -180,8 +180,8 @@ def test_custom_for_one_domain_only(tmp_path):
     with RewardManager({}, CustomSpec(path, domains=("ifeval",)), num_workers=1) as manager:
         own = manager.submit("5", row(domain="ifeval"), response_length=1).result(30)
         math = manager.submit("5", row(), response_length=1).result(30)
-        with pytest.raises(ValueError, match="got a row of domain 'code_sandbox', which has no scorer"):
-            manager.submit("5", row(domain="code_sandbox"), response_length=1)
+        with pytest.raises(ValueError, match="got a row of domain 'poetry', which has no scorer"):
+            manager.submit("5", row(domain="poetry"), response_length=1)
     assert (own.score, own.acc, math.score) == (0.25, 0.25, 1)
 
 

@@ -140,3 +140,4 @@ def test_the_switch_has_two_names(tmp_path):
     found, _ = values("trainer.reward_check=true", "reward.report.on_flat=error")
     assert (found["reward.report.enable"], found["reward.report.on_flat"]) == (True, "error")
     assert "value.choice" in errors(tmp_path, "reward.report.on_flat=stop")
+    assert "value.range" in errors(tmp_path, "reward.report.n=0")

@@ -28,6 +28,13 @@ def test_difficulty_keeps_groups_strictly_between_the_thresholds(n, counts):
         assert kept(group, difficulty=(0.1, 0.95)) == [correct in counts] * n
 
 
+def test_a_mean_on_a_threshold_is_outside():
+    half, right = [one("a", acc=1.0), one("a", acc=0.0)], [one("b", acc=1.0)] * 2
+    assert kept(half + right, difficulty=(0.5, 1.0)) == [False] * 4
+    assert kept(half + right, difficulty=(0.0, 0.5)) == [False] * 4
+    assert kept(half + right, difficulty=(0.4, 1.0)) == [True, True, False, False]
+
+
 def test_difficulty_reads_groups_by_uid_and_only_samples_that_count():
     scored = [
         one("a", acc=1.0),

@@ -102,3 +102,26 @@ def test_check_data_ends_with_2_for_bad_rows_templates_and_configuration(inputs,
         assert check_data(inputs, tmp_path, *more) == 2
         assert expected in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_spellings_of_roll(inputs, tmp_path):
+    argv = overrides(inputs, tmp_path / "run", "fsdp")
+    kept = [each for each in argv if not each.startswith(("data.train_files", "data.val_files", "trainer.test_freq"))]
+    config = load_config(
+        [
+            *kept,
+            f"actor_train.data_args.file_name=[{inputs['train']}]",
+            f"validation.data_args.file_name={inputs['val']}",
+            "actor_train.data_args.template=qwen3",
+            "actor_train.data_args.domain_interleave_probs.math_rule=1.0",
+            "actor_train.data_args.preprocessing_num_workers=3",
+            "validation.generating_args={top_p:0.6,temperature:0.6,do_sample:true}",
+            "validation.generating_args.num_return_sequences=2",
+            "eval_steps=5",
+        ]
+    ).config
+    assert (config.data.train_files, config.data.val_files) == ((str(inputs["train"]),), (str(inputs["val"]),))
+    assert (config.data.template, config.data.domain_interleave_probs) == ("qwen3", {"math_rule": 1.0})
+    assert (config.data.filter_overlong_prompts_workers, config.trainer.test_freq) == (3, 5)
+    sampling = config.actor_rollout_ref.rollout.val_kwargs
+    assert (sampling.n, sampling.temperature, sampling.top_p) == (2, 0.6, 0.6)

@@ -232,8 +232,3 @@ def test_history_resumes_exactly(tmp_path, saved_after):
         found.append(resumed.update(step, {"val_correct/all/mean": value, "val_correct/t/mean": value}, reward))
     assert found == expected and best(tmp_path / "b") == best(tmp_path / "a")
     assert resumed.state_dict() == straight.state_dict()
-
-
-def test_patience_must_be_positive(tmp_path):
-    with pytest.raises(ValueError, match=r"got trainer\.overfit_patience=0; expected at least 1, or null"):
-        ValidationHistory(tmp_path, 0)

@@ -27,9 +27,12 @@ POSITIVE = (
     "actor_rollout_ref.rollout.val_kwargs.n",
     "actor_rollout_ref.rollout.{repetition_penalty,checkpoint_engine.update_weights_bucket_megabytes}",
     "reward.{num_workers,timeout_s,length_penalty.max_len}",
+    "reward.code_sandbox.{cpu_s,wall_s,row_s,memory_mb,processes,file_mb,tmp_mb,open_files,output_kb}",
+    "reward.sandbox_fusion.{max_concurrent,memory_limit_mb}",
     "algorithm.error_max_len_threshold",
     "trainer.{nnodes,n_gpus_per_node,total_epochs,total_training_steps,max_actor_ckpt_to_keep}",
-    "trainer.{nonfinite_grad.max_consecutive,consistency.patience}",
+    "reward.report.{prompts,n}",
+    "trainer.{nonfinite_grad.max_consecutive,consistency.patience,overfit_patience}",
 )
 NOT_NEGATIVE = (
     "actor_rollout_ref.rollout.{nnodes,val_kwargs.temperature}",
@@ -38,6 +41,7 @@ NOT_NEGATIVE = (
     "actor_rollout_ref.actor.{kl_loss_coef,router_replay.max_invalid_ratio}",
     "algorithm.{reward_clip,advantage_clip}",
     "reward.length_penalty.{coef,free_len}",
+    "reward.report.min_std",
     "trainer.log_val_generations",
 )
 TOP_K = ("actor_rollout_ref.rollout.{top_k,val_kwargs.top_k}",)

@@ -132,6 +132,11 @@ def group_filter(view: Inspection) -> None:
             "rounds that can fill a batch",
             f"data.gen_batch_size={data.train_batch_size}",
         )
+    if chosen.carry_over and view.config.algorithm.adv_estimator == "remax":
+        got, key = "carry_over=True, adv_estimator=remax", f"{FILTER}.carry_over"
+        view.error(
+            "algo.filter", key, got, "greedy answers of this step's weights, which stored groups lack", f"{key}=False"
+        )
     low, high = chosen.mean_low, chosen.mean_high
     if low is not None and high is not None and not low < high:
         got = f"mean_low={low}, mean_high={high}"

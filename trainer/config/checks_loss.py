@@ -32,6 +32,19 @@ UNCLIPPED = {
     "geo_mean": ("clip_ratio_c",),
     **dict.fromkeys(("sapo", "gpg", "kl_cov", "dro"), CLIPS),
 }
+_REJECTS = (
+    "no rejection: the masks would follow the current policy, so that the counts which losses are divided by were "
+    "known only after the forward passes; not built yet"
+)
+# option of rollout correction -> error and what is expected beside bypass_mode
+BYPASS_LACKS = {
+    "rollout_rs": ("not.built", _REJECTS),
+    "rollout_token_veto_threshold": ("not.built", _REJECTS),
+    "rollout_is_batch_normalize": (
+        *("not.built", "False: a micro-batch does not know the mean weight of the batch; not built yet"),
+    ),
+    "rollout_is": ("algo.corr", "null: the ratio of loss_type=ppo_clip is taken against the rollout already"),
+}
 CORRECTION, CONTROL = "algorithm.rollout_correction", "algorithm.kl_ctrl"
 LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 
@@ -127,7 +140,7 @@ def correction(view: Inspection) -> None:
         ("rollout_is_batch_normalize", "rollout_is"),
         ("rollout_rs_threshold", "rollout_rs"),
     ):
-        if not active[reader] and vars(options)[name] != vars(usual)[name]:
+        if not active[reader] and vars(options)[name] not in (vars(usual)[name], None):
             key = f"{CORRECTION}.{name}"
             _unread(view, key, vars(options)[name], f"{reader}=null", f"{CORRECTION}.{reader}", vars(usual)[name])
     try:
@@ -148,27 +161,21 @@ def correction(view: Inspection) -> None:
 
 def bypass(view: Inspection) -> None:
     """Without a pass for the old policy, whatever reads one has nothing to read."""
-    options = view.config.algorithm.rollout_correction
+    options, usual = view.config.algorithm.rollout_correction, RolloutCorrection()
     key = f"{CORRECTION}.bypass_mode"
     if not options.bypass_mode:
-        if options.loss_type != "ppo_clip":
+        if options.loss_type != usual.loss_type:
             name, reader = f"{CORRECTION}.loss_type", f"{key}=True"
-            _unread(view, name, options.loss_type, "bypass_mode=False", reader, "ppo_clip")
+            _unread(view, name, options.loss_type, "bypass_mode=False", reader, usual.loss_type)
         return
+    for option, (id, expected) in BYPASS_LACKS.items():
+        value, default = vars(options)[option], vars(usual)[option]
+        weighs = option == "rollout_is" and options.loss_type == "reinforce"
+        if value != default and not weighs:
+            name = f"{CORRECTION}.{option}"
+            fix = f"{name}={'null' if default is None else default}   (or {key}=False)"
+            view.error(id, name, f"bypass_mode=True, {option}={value}", expected, fix)
     mode, estimator = view.actor.policy_loss.loss_mode, view.config.algorithm.adv_estimator
-    rejecting = options.rollout_rs is not None or options.rollout_token_veto_threshold is not None
-    findings = (
-        (rejecting, "rollout_rs", "no rejection: it would follow the current policy, so that the counts which losses "
-         "are divided by were known only after the forward passes; not built", "rollout_rs=null"),
-        (options.rollout_is_batch_normalize, "rollout_is_batch_normalize", "False: weights belong to micro-batches, a "
-         "batch mean is not known to them", "rollout_is_batch_normalize=False"),
-        (options.rollout_is is not None and options.loss_type == "ppo_clip", "rollout_is", "null: the ratio of "
-         "loss_type=ppo_clip is taken against the rollout already", "rollout_is=null"),
-    )  # fmt: skip
-    for wrong, option, expected, fix in findings:
-        if wrong:
-            got = f"bypass_mode=True, {option}={vars(options)[option]}"
-            view.error("algo.corr", f"{CORRECTION}.{option}", got, expected, f"{CORRECTION}.{fix}   (or {key}=False)")
     if mode != "vanilla":
         got, expected = f"bypass_mode=True, loss_mode={mode}", f"vanilla: loss_type={options.loss_type} is the loss"
         view.error("algo.corr", key, got, expected, f"{ACTOR}.policy_loss.loss_mode=vanilla   (or {key}=False)")

@@ -61,9 +61,10 @@ def inherit(values: dict[str, Any], explicit: Mapping[str, Item], engine: str) -
         for leaf in REF_FSDP:
             if f"{REF}.fsdp_config.{leaf}" not in explicit:
                 values[f"{REF}.fsdp_config.{leaf}"] = values[f"{ACTOR}.fsdp_config.{leaf}"]
-    _critic_model(values, explicit)
     if values["critic.enable"] is None:
         values["critic.enable"] = values["algorithm.adv_estimator"] == "gae"
+    if values["critic.enable"] and "critic.model.path" not in explicit:
+        _actors_model(values, explicit)
     if values["trainer.default_local_dir"] is None:
         names = values["trainer.project_name"], values["trainer.experiment_name"]
         values["trainer.default_local_dir"] = "/".join(("checkpoints", *names))
@@ -72,11 +73,9 @@ def inherit(values: dict[str, Any], explicit: Mapping[str, Item], engine: str) -
     return notices
 
 
-def _critic_model(values: dict[str, Any], explicit: Mapping[str, Item]) -> None:
-    """Without a path of its own it starts from the actor's model, so also with what was changed about that one."""
+def _actors_model(values: dict[str, Any], explicit: Mapping[str, Item]) -> None:
+    """A critic that starts from the actor's model takes over what was changed about it."""
     own, actor = "critic.model", "actor_rollout_ref.model"
-    if f"{own}.path" in explicit:
-        return
     if f"{own}.trust_remote_code" not in explicit:
         values[f"{own}.trust_remote_code"] = values[f"{actor}.trust_remote_code"]
     merged = deep_merge(values[f"{actor}.override_config"], values[f"{own}.override_config"])

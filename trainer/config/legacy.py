@@ -94,15 +94,14 @@ def _reward_moves() -> dict[str, str]:
 
 def _roll_moves() -> dict[str, str]:
     """ROLL's spellings of what is read and how it is validated."""
-    val_kwargs = f"{ROLLOUT}.val_kwargs"
     return {
         "eval_steps": "trainer.test_freq",
         "actor_train.data_args.file_name": "data.train_files",
         "actor_train.data_args.preprocessing_num_workers": "data.filter_overlong_prompts_workers",
         **_same("actor_train.data_args", "dataset_dir template domain_interleave_probs", "data"),
         "validation.data_args.file_name": "data.val_files",
-        "validation.generating_args.num_return_sequences": f"{val_kwargs}.n",
-        **_same("validation.generating_args", "n temperature top_p top_k do_sample", val_kwargs),
+        "validation.generating_args": f"{ROLLOUT}.val_kwargs",
+        "validation.generating_args.num_return_sequences": f"{ROLLOUT}.val_kwargs.n",
     }
 
 

@@ -22,7 +22,6 @@ FSDP = "{actor_rollout_ref.actor.fsdp_config,actor_rollout_ref.ref.fsdp_config,c
 LEARNERS = "{actor_rollout_ref.actor,critic}"
 
 NOT_BUILT = (
-    "critic.enable",
     "data.bucket_prompts",
     f"{ACTOR}.router_replay.{{record_file,replay_file}}",
     f"{LEARNERS}.checkpoint.load_contents",
@@ -33,8 +32,8 @@ NOT_BUILT = (
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module",
     f"{ROLLOUT}.do_sample",
     "reward.reward_manager.{source,module}",
-    "algorithm.filter_groups",
-    "trainer.{critic_warmup,logger_kwargs,overfit_patience}",
+    "algorithm.filter_groups.max_inflight_gen_batches",
+    "trainer.logger_kwargs",
 )
 BUILT_LATER = (
     "actor_rollout_ref.hybrid_engine",
@@ -43,14 +42,14 @@ BUILT_LATER = (
     f"{ROLLOUT}.{{nnodes,n_gpus_per_node,enable_sleep_mode,sleep_level,standalone_gpu_memory_utilization}}",
     f"{ROLLOUT}.scheduling_policy",
     "trainer.v1.{separate_async,sampler.max_off_policy_threshold}",
-    "reward.{timeout_s,custom_reward_function.domains}",
+    "reward.{timeout_s,custom_reward_function.domains,code_sandbox,sandbox_fusion,report}",
     "algorithm.rollout_correction.rollout_token_veto_threshold",
 )
 # key -> the values that work; the default is not exempt
 BUILT_VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.adv_estimator": (
-        *("grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce", "reinforce_plus_plus"),
-        *("reinforce_plus_plus_baseline", "optimal_token_baseline"),
+        *("gae", "grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce", "reinforce_plus_plus"),
+        *("reinforce_plus_plus_baseline", "remax", "optimal_token_baseline"),
     ),
     f"{ROLLOUT}.dtype": ("bfloat16", "float32"),
     "actor_rollout_ref.model.use_remove_padding": (True,),
@@ -79,7 +78,7 @@ BUILT_VALUES |= {
     )
 }
 LOGGERS = ("console", "tensorboard", "csv", "jsonl")
-BUILT_DOMAINS = ("choice", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
+BUILT_DOMAINS = ("choice", "code_sandbox", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
 # What to paste where "remove it" is not enough.
 FIX = {
     "algorithm.adv_estimator": "algorithm.adv_estimator=grpo",
@@ -141,7 +140,9 @@ def refuse(
         if not given and value != leaf.typed_default:
             continue
         if key == "data.gen_batch_size" and value != values["data.train_batch_size"]:
-            errors.append(_error(key, value, explicit, "null, or data.train_batch_size"))
+            if not values["algorithm.filter_groups.enable"]:
+                expected = "null, data.train_batch_size, or algorithm.filter_groups.enable=True"
+                errors.append(_error(key, value, explicit, expected))
         elif key == "algorithm.adv_estimator" and ":" in value:
             continue  # an own function, imported and checked at start
         elif key in BUILT_VALUES and value not in BUILT_VALUES[key]:

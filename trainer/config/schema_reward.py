@@ -38,6 +38,23 @@ class SandboxFusion:
     memory_limit_mb: int = 1024  # MB per program
 
 
+@dataclass(frozen=True)
+class CodeSandbox:
+    """How programs of the model are run; limits are those of one case unless they say otherwise."""
+
+    isolation: Literal["auto", "bwrap", "unshare", "rlimit"] = "auto"  # auto = bubblewrap or namespaces, never rlimit
+    mode: Literal["strict", "fraction"] = "strict"  # 1 only when every case passes, or the share that passes
+    cpu_s: float = 8.0  # seconds of CPU time of all its processes
+    wall_s: float = 10.0  # seconds
+    row_s: float = 60.0  # seconds of all cases of a row
+    memory_mb: int = 512  # MB of all its processes
+    processes: int = 64  # processes and threads
+    file_mb: int = 16  # MB of one file
+    tmp_mb: int = 64  # MB of its folder
+    open_files: int = 64  # per process
+    output_kb: int = 1024  # kB printed, or four times what is expected
+
+
 def _overlong_off() -> dict[str, Any]:
     """len in tokens; adds min(-(length - (max_resp_len - len)) / len * penalty_factor, 0) to the score."""
     return {
@@ -85,7 +102,7 @@ class Reward:
     max_failed_frac: float = 0.05  # share of unscorable samples that stops the run
     timeout_s: float = 60.0  # seconds per call of a custom function
     report: Report = field(default_factory=Report)
-    code_sandbox: dict[str, Any] = field(default_factory=dict)  # isolation of programs
+    code_sandbox: CodeSandbox = field(default_factory=CodeSandbox)
     length_penalty: LengthPenalty = field(default_factory=LengthPenalty)
 
 
@@ -109,7 +126,7 @@ class RewardDomain:
     worker: str | None = None  # scorer; null = the domain's name
     tag_included: list[str] = field(default_factory=list)  # row tags of this domain
     world_size: int | None = None  # processes; null = reward.num_workers
-    timeout_s: float | None = None  # seconds per sample; null = 10, llm_judge: 60 per request
+    timeout_s: float | None = None  # seconds per sample; null = 10, code_sandbox: row_s + 20, llm_judge: 60 per request
     score_map: list[float] = field(default_factory=lambda: [0.0, 1.0])  # training score of a wrong, of a right answer
     infer_batch_size: int | None = None  # samples per call
     template: str | None = None  # chat template of the domain

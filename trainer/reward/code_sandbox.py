@@ -5,7 +5,6 @@ Test code and solution code never share a process: the verdict is made where no 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import time
@@ -20,9 +19,8 @@ from trainer.reward.code.limits import Limits
 from trainer.reward.code.room import RoomBroken
 from trainer.reward.code.selftest import choose
 from trainer.reward.result import RewardResult
+from trainer.reward.spec import SPARE_S
 from trainer.reward.text import answer_part
-
-SPARE_S = 20.0  # what a row may need beyond its limit: to start and end its last room
 
 RunCase = Callable[[str, str, dict[str, Any], float], CaseOutcome]
 
@@ -113,8 +111,3 @@ def processes(wanted: int, options: Mapping[str, Any]) -> int:
     if options.get("url") is not None:
         return min(wanted, options["max_concurrent"])
     return min(wanted, len(os.sched_getaffinity(0)))
-
-
-OPTIONS = tuple(
-    ["mode", "isolation", "url", "memory_limit_mb", "max_concurrent", *(f.name for f in dataclasses.fields(Limits))]
-)

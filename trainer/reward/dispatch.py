@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trainer.reward.code_sandbox import check_start, processes
 from trainer.reward.custom import load_custom
 from trainer.reward.instructions.accuracy import accuracies
 from trainer.reward.judge.pool import AsyncPool
 from trainer.reward.overlong import check_overlong, overlong_penalty
 from trainer.reward.pool import ScorerError, Target, WorkerPool
 from trainer.reward.result import RewardResult
-from trainer.reward.spec import SCORED_DOMAINS, CustomSpec, DomainSpec, OverlongSpec, check_options
+from trainer.reward.spec import SCORED_DOMAINS, TIMEOUT_S, CustomSpec, DomainSpec, OverlongSpec, check_options
 from trainer.reward.stopped import ScoringStopped
 
 if TYPE_CHECKING:
@@ -27,10 +28,12 @@ CUSTOM = "custom"  # pool name of the user's function
 # domain -> (module, class) of the scorer built in each scoring process
 SCORERS = {
     "choice": ("trainer.reward.choice", "Choice"),
+    "code_sandbox": ("trainer.reward.code_sandbox", "CodeSandbox"),
     "crossthinkqa": ("trainer.reward.choice", "Choice"),
     "ifeval": ("trainer.reward.ifeval", "IfEval"),
     "math_rule": ("trainer.reward.math_rule", "MathRule"),
 }
+CODE = "code_sandbox"  # must be able to wall programs off
 JUDGE = "llm_judge"  # waits for an endpoint instead of computing: no processes
 SUMMARIES = {"ifeval": accuracies}  # domain -> numbers over many answers, from what their `extra` holds
 
@@ -54,7 +57,9 @@ class RewardManager:
             raise ValueError(f"got reward.num_workers={num_workers}; expected at least 1; raise it")
         check_overlong(overlong)
         self._custom, self._overlong, self._num_workers = custom, overlong, num_workers
-        self._domains = {name: DomainSpec() for name in SCORERS} | dict(domains)
+        self._domains = {
+            name: DomainSpec(timeout_s=TIMEOUT_S.get(name, DomainSpec.timeout_s)) for name in SCORERS
+        } | dict(domains)
         self._pools: dict[str, WorkerPool | AsyncPool] = {}
         self._seen: list[tuple[str, Mapping[str, Any]]] = []
         self._lock = threading.Lock()
@@ -145,7 +150,11 @@ class RewardManager:
 
             return build_pool(JudgeOptions(**spec.options, timeout_s=spec.timeout_s))
         target = Target(*SCORERS[name], dict(spec.options))
-        return WorkerPool(target, spec.world_size or self._num_workers, spec.timeout_s)
+        size = spec.world_size or self._num_workers
+        if name == CODE:
+            check_start(spec.options, spec.timeout_s)
+            size = processes(size, spec.options)
+        return WorkerPool(target, size, spec.timeout_s)
 
     def _shape(self, result: RewardResult, name: str, response_length: int) -> RewardResult:
         """Map wrong/right to the domain's scores and add the length penalty. Accuracy stays untouched."""

@@ -8,8 +8,11 @@ from typing import Any, Literal
 
 KNOWN_DOMAINS = ("choice", "code_sandbox", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
 # the domains with a scorer of their own in this release; llm_judge only where an endpoint is configured
-SCORED_DOMAINS = ("choice", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
-TIMEOUT_S = {"llm_judge": 60.0}  # where DomainSpec.timeout_s would be too short; of the judge it bounds one request
+SCORED_DOMAINS = ("choice", "code_sandbox", "crossthinkqa", "ifeval", "llm_judge", "math_rule")
+# where DomainSpec.timeout_s would be too short: a row of code may take 60 s and what its last room needs to start and
+# end (`SPARE_S`); of the judge it bounds one request
+SPARE_S = 20.0
+TIMEOUT_S = {"code_sandbox": 60.0 + SPARE_S, "llm_judge": 60.0}
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,14 @@ class OverlongSpec:
 
 
 _CHOICE = {"reward_type": ("binary", "loose", "soft", "strict"), "repetition_penalty": (False, True)}
+_CODE = "url max_concurrent memory_limit_mb cpu_s wall_s row_s memory_mb processes file_mb tmp_mb open_files output_kb"
 _JUDGE = "api_base model api_key_env prompt_path max_tokens temperature max_retries max_concurrency cache_dir \
 max_answer_chars on_failure max_down_s"
 # domain -> option -> allowed values; None where any value may be right
 _OPTIONS: dict[str, dict[str, tuple[Any, ...] | None]] = {
     "choice": _CHOICE,
+    "code_sandbox": dict.fromkeys(_CODE.split())
+    | {"mode": ("strict", "fraction"), "isolation": ("auto", "bwrap", "unshare", "rlimit")},
     "crossthinkqa": _CHOICE,
     "ifeval": {"reward": ("all", "fraction"), "keyword_match": ("word", "substring")},
     "llm_judge": dict.fromkeys(_JUDGE.split()) | {"on_failure": ("mask", "stop")},

@@ -19,8 +19,13 @@ OURS = ("model", "skip_tokenizer_init", "worker_extension_cls", "logprobs_mode",
 def engine_arguments(spec: RolloutEngineSpec, folder: Path, platform: Platform) -> dict[str, Any]:
     """Keyword arguments of vllm.EngineArgs. `folder` holds the config.json to serve.
 
-    ValueError for engine_kwargs that would take over what the adapter relies on.
+    ValueError for engine_kwargs that would take over what the adapter relies on, and without `max_model_len`.
     """
+    if spec.max_model_len is None:
+        raise ValueError(
+            "got no max_model_len; expected the length of the longest prompt and answer: vLLM reserves memory by it; "
+            "set rollout.max_model_len"
+        )
     taken = sorted(set(OURS) & spec.engine_kwargs.keys())
     if taken:
         raise ValueError(

@@ -16,6 +16,7 @@ from engines.spec import RolloutEngineSpec
 
 # Bytes of cache that vLLM's CPU build gets beyond what the longest possible batch needs: whole blocks, one spare.
 _CPU_CACHE_FLOOR = 2**28
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 class Platform:
@@ -23,6 +24,8 @@ class Platform:
 
     can_sleep = True
     returns_routes = True  # by its own `enable_return_routed_experts`
+    required: Mapping[str, str] = {}  # of `environment`: what the user may not set otherwise, for this reason
+    required_because = ""
 
     def environment(self, spec: RolloutEngineSpec) -> dict[str, str]:
         """In-process engine core: the weights are where the transport can reach them, and nothing is pickled."""
@@ -66,8 +69,11 @@ class Cpu(Platform):
         return super().environment(spec) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     def arguments(self, spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Eager always: compilation takes longer than a rehearsal. The rotary kernel ignores the stride of sliced
+        """ValueError for sizes that vLLM's CPU kernels do not know.
+
+        Eager always: compilation takes longer than a rehearsal. The rotary kernel ignores the stride of sliced
         inputs (latent attention, wrong by 4e-3 to 6e-2), so the plain one runs."""
+        check_cpu_sizes(fields, spec.vllm.tensor_parallel_size)
         arguments: dict[str, Any] = {
             "enforce_eager": True,
             "compilation_config": {"mode": 0, "custom_ops": ["-rotary_embedding"]},
@@ -103,11 +109,14 @@ class Ascend(Platform):
     update. Sleep level 1 keeps the weights in pinned host memory; 2 discards them.
     """
 
+    required = {"VLLM_ASCEND_ENABLE_NZ": "0"}
+    required_because = "weights laid out as FRACTAL_NZ cannot be updated"
+
     def __init__(self) -> None:
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def environment(self, spec: RolloutEngineSpec) -> dict[str, str]:
-        return super().environment(spec) | {"VLLM_ASCEND_ENABLE_NZ": "0"}
+        return super().environment(spec) | self.required
 
     def remember(self, model: nn.Module) -> None:
         """The shapes to give back, taken before the first processing disposes of anything."""
@@ -129,14 +138,38 @@ def platform_of(device: str) -> Platform:
     return PLATFORMS[device]()
 
 
+def head_size(fields: Mapping[str, Any]) -> int:
+    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+
+
+def check_cpu_sizes(fields: Mapping[str, Any], tensor_parallel_size: int) -> None:
+    """Released models have such sizes; tiny random ones often do not, and fail late and obscurely."""
+    if "kv_lora_rank" in fields:
+        size = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
+        found = [] if size == 576 else [f"kv_lora_rank + qk_rope_head_dim = {size}; expected 576"]
+    else:
+        size = head_size(fields)
+        found = [] if size in CPU_HEADS else [f"head_dim {size}; expected one of {CPU_HEADS}"]
+    if "num_experts_per_tok" in fields:
+        sizes = {
+            "hidden_size": fields["hidden_size"],
+            "moe_intermediate_size / tp": fields["moe_intermediate_size"] // tensor_parallel_size,
+        }
+        found += [f"{name} {size}; expected a multiple of 32" for name, size in sizes.items() if size % 32]
+    if found:
+        raise ValueError(
+            f"got a model that vLLM cannot serve on CPU: {', '.join(found)}; expected sizes its kernels know; "
+            "take another model or set rollout.name=hf"
+        )
+
+
 def cpu_cache_bytes(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
     """Cache for `max_num_seqs` sequences of `max_model_len` tokens; vLLM's own default is half of the machine."""
     size = 4 if spec.dtype == "float32" else 2
     if "kv_lora_rank" in fields:
         width = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
     else:
-        head = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-        width = 2 * head * (fields.get("num_key_value_heads") or fields["num_attention_heads"])
+        width = 2 * head_size(fields) * (fields.get("num_key_value_heads") or fields["num_attention_heads"])
     blocks = -(-spec.max_model_len // 128) + 1
     tokens = 128 * blocks * (spec.max_num_seqs + 1)
     needed = tokens * width * size * fields["num_hidden_layers"] // spec.vllm.tensor_parallel_size

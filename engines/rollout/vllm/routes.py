@@ -8,6 +8,7 @@ Shape legend: T tokens of one forward pass, M layers with experts, L decoder lay
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,7 @@ class RouteCapture:
         """[tokens, L, K] int16 of a finished request, which is forgotten. Dense layers hold -1."""
         return self._routes.pop(request)[:tokens].clone()
 
-    def forget(self) -> None:
+    def forget(self, requests: Iterable[str]) -> None:
         """Drop what aborted requests left."""
-        self._routes.clear()
-        self._pass.clear()
+        for request in requests:
+            self._routes.pop(request, None)

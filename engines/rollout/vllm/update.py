@@ -7,7 +7,8 @@ between loading and finalising each module's counter of written elements is read
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,68 +16,57 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, is_deferred_attention_layer
 
+from engines.rollout.vllm.inventory import Delivery, Inventory
+from engines.rollout.vllm.latent import DERIVED, check_derived
 from engines.rollout.vllm.platform import Platform
 
-DERIVED = ("W_UV", "W_UK_T")  # computed from kv_b_proj, never sent
+# It warns at every update of modules that own nothing that is sent; what is missing is found below.
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
+# What vLLM's loaders raise for a tensor that they cannot place.
+REFUSALS = (KeyError, IndexError, ValueError, AttributeError, AssertionError, RuntimeError)
 
 
-def update(model: nn.Module, model_config: Any, platform: Platform, stream: Iterable[tuple[str, Tensor]]) -> None:
+def update(
+    model: nn.Module, model_config: Any, platform: Platform, inventory: Inventory, stream: Iterable[tuple[str, Tensor]]
+) -> None:
     """Write a full set of Hugging Face tensors into the model.
 
-    A tensor of `stream` need not outlive the next one: it is copied. ValueError names what was unknown, doubled,
-    missing or written in part; nothing may be generated then until a full update has succeeded, which mends it.
+    A tensor of `stream` need not outlive the next one. ValueError names what was unknown, doubled, missing, of another
+    shape or written in part; what the stream itself raises passes through. Nothing may be generated then until a full
+    update has succeeded, which mends everything.
     """
     expected = {name for name, _ in model.named_parameters()}
     platform.before_update(model)
     initialize_layerwise_reload(model)
-    tied = model_config.hf_config.tie_word_embeddings
-    incoming = _Incoming(stream, skip=("lm_head.weight",) if tied else ())
+    delivery = Delivery(inventory, stream)
     problems: list[str] = []
     try:
-        written = set(model.load_weights(incoming))
-        problems += incomplete(model, written, expected, tied)
-    except (KeyError, ValueError, AttributeError) as error:
-        problems.append(f"{incoming.last} was refused by {type(model).__name__} ({type(error).__name__}: {error})")
-        for _ in incoming:  # its producers may be collective
-            pass
+        written = set(model.load_weights(iter(delivery)))
+        problems = incomplete(model, written, expected, bool(inventory.ties))
+    except REFUSALS as error:
+        if delivery.broken:
+            raise
+        problems = [f"{delivery.last} was refused by {type(model).__name__} ({type(error).__name__}: {error})"]
+        delivery.drain()
     finally:
         finalize_layerwise_reload(model, model_config)
-    problems += [f"{name} came twice" for name in incoming.doubled]
+    delivery.check("the update of the vLLM model")
     if problems:
         raise ValueError(
-            f"got an update that does not fit the rollout model: {'; '.join(sorted(problems))}; expected every "
-            "parameter exactly once; use the same config.json and override_config on both sides"
+            f"got a vLLM model in which {'; '.join(problems)}; expected every element to be written: the names sent "
+            "are those of config.json, so vLLM keeps this model in a form that is not known here; set rollout.name=hf"
         )
     platform.after_update(model)
-
-
-class _Incoming:
-    """The stream as vLLM may have it: names seen once, tensors that stay as they are until their layer is complete."""
-
-    def __init__(self, stream: Iterable[tuple[str, Tensor]], skip: tuple[str, ...]) -> None:
-        self._stream, self._skip = iter(stream), skip
-        self._seen: set[str] = set()
-        self.doubled: list[str] = []
-        self.last = "nothing"
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._stream:
-            self.last = name
-            if name in self._seen:
-                self.doubled.append(name)
-                continue
-            self._seen.add(name)
-            if name not in self._skip:
-                yield name, tensor.clone()
+    check_derived(model, delivery.kept)
 
 
 def incomplete(model: nn.Module, written: set[str], expected: set[str], tied: bool) -> list[str]:
-    """What is missing, in words. Called after loading and before finalising.
+    """What was not written, in words. Called after loading and before finalising.
 
     Complete modules were processed on the way and count nothing any more; attention layers own nothing that is sent.
     """
     found = [
-        f"{name} is missing"
+        f"{name} was not written"
         for name in sorted(expected - written)
         if name.rpartition(".")[2] not in DERIVED and not (tied and name.startswith("lm_head"))
     ]

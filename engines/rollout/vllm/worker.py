@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from engines.rollout.vllm.inventory import Inventory
 from engines.rollout.vllm.platform import platform_of
 from engines.rollout.vllm.routes import RouteCapture
 from engines.rollout.vllm.update import update
+from engines.spec import RolloutEngineSpec
 
 if TYPE_CHECKING:
     from engines.weight_sync import WeightReceiver, WeightSource
@@ -18,15 +20,15 @@ if TYPE_CHECKING:
 class Weights:
     """The shard of this worker, in the words of weight_sync: a version, and something that loads a stream."""
 
-    def __init__(self, runner: Any, device: str) -> None:
+    def __init__(self, runner: Any, spec: RolloutEngineSpec) -> None:
         self.version = -1
-        self._runner, self._platform = runner, platform_of(device)
+        self._runner, self._platform, self._inventory = runner, platform_of(spec.device), Inventory(spec.model)
         self._platform.remember(runner.get_model())
         self._receiver: WeightReceiver | None = None
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = -1
-        update(self._runner.get_model(), self._runner.model_config, self._platform, stream)
+        update(self._runner.get_model(), self._runner.model_config, self._platform, self._inventory, stream)
         self.version = version
 
     def fetch(self, source: WeightSource, version: int) -> None:
@@ -41,19 +43,25 @@ class WeightWorker:
 
     model_runner: Any
 
-    def prepare_updates(self, device: str, capture_routes: bool) -> None:
+    def prepare_updates(self, spec: RolloutEngineSpec, capture_routes: bool) -> None:
         """Once, before the first update."""
-        self.trainer_weights = Weights(self.model_runner, device)
+        self.trainer_weights = Weights(self.model_runner, spec)
         self.route_capture = RouteCapture(self.model_runner) if capture_routes else None
 
     def load_stream(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.trainer_weights.load_weights(stream, version)
 
-    def fetch_weights(self, source: WeightSource, version: int) -> None:
-        self.trainer_weights.fetch(source, version)
+    def fetch_weights(self, source: WeightSource, version: int) -> Exception | None:
+        """An error is returned, not raised: at the first one that is raised vLLM stops listening, and would take the
+        answers of the other workers for those of its next call."""
+        try:
+            self.trainer_weights.fetch(source, version)
+        except (ValueError, RuntimeError, LookupError) as error:
+            return error
+        return None
 
     def take_routes(self, request: str, tokens: int) -> Tensor:
         return self.route_capture.take(request, tokens)
 
-    def forget_routes(self) -> None:
-        self.route_capture.forget()
+    def forget_routes(self, requests: Sequence[str]) -> None:
+        self.route_capture.forget(requests)

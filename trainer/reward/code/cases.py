@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from trainer.reward.code.inside.peer import ENDED
 from trainer.reward.code.isolation import Isolation
 from trainer.reward.code.limits import Limits
 from trainer.reward.code.room import Over, Pipe, Room, in_memory, watch
@@ -78,9 +80,7 @@ def _run_program(
     return CaseOutcome(CaseState.PASSED if same_output(printed, expected) else CaseState.WRONG)
 
 
-def _run_test(
-    isolation: Isolation, limits: Limits, source: str, kind: str, code: str, deadline: float
-) -> CaseOutcome:
+def _run_test(isolation: Isolation, limits: Limits, source: str, kind: str, code: str, deadline: float) -> CaseOutcome:
     """The test in one room, the solution in another, two pipes between them, the verdict only from the first."""
     verdict = Pipe(1 << 16)
     tests = in_memory(json.dumps({"kind": kind, "code": code}).encode())
@@ -90,22 +90,24 @@ def _run_test(
     solution_command = isolation.program("serve", SOURCE, calls[0], answers[1])
     check_command = isolation.program("check", answers[0], calls[1], tests, verdict.writer)
     try:
-        with Room(
-            *(isolation, limits, solution_command),
-            files={SOURCE: source},
-            pipes=errors,
-            descriptors=(calls[0], answers[1]),
-        ) as solution:
+        with ExitStack() as rooms:
+            solution = rooms.enter_context(
+                Room(
+                    *(isolation, limits, solution_command),
+                    files={SOURCE: source},
+                    pipes=errors,
+                    descriptors=(calls[0], answers[1]),
+                )
+            )
             # The checking side runs under the same limits: what it compares comes from the solution.
-            with Room(
-                isolation, limits, check_command, descriptors=(answers[0], calls[1], tests, verdict.writer)
-            ) as checker:
-                _close(opened)
-                verdict.close_writer()
-                solution.wait_ready()
-                checker.wait_ready()
-                over = watch(checker, (solution,), deadline)
-                verdict.read()
+            held = (answers[0], calls[1], tests, verdict.writer)
+            checker = rooms.enter_context(Room(isolation, limits, check_command, descriptors=held))
+            _close(opened)
+            verdict.close_writer()
+            solution.wait_ready()
+            checker.wait_ready()
+            over = watch(checker, (solution,), deadline)
+            verdict.read()
     finally:
         _close(opened)
         verdict.close()
@@ -117,10 +119,15 @@ def _judge(over: Over | None, verdict: bytes, error: str) -> CaseOutcome:
         return CaseOutcome(CaseState(over.value), error[-KEPT_CHARACTERS:])
     if not verdict:  # the checking process ended without a word: killed by what it had to compare
         return CaseOutcome(CaseState.CRASHED, error[-KEPT_CHARACTERS:])
-    told = json.loads(verdict)
+    return judged(json.loads(verdict), error)
+
+
+def judged(told: dict[str, Any], error: str) -> CaseOutcome:
+    """From what the checking process says and what the solution's process wrote to stderr."""
     if told["passed"] is True:
         return CaseOutcome(CaseState.PASSED)
-    return CaseOutcome(CaseState.CRASHED if error else CaseState.WRONG, (error or told["detail"])[-KEPT_CHARACTERS:])
+    crashed = bool(error) or told["detail"] == ENDED
+    return CaseOutcome(CaseState.CRASHED if crashed else CaseState.WRONG, (error or told["detail"])[-KEPT_CHARACTERS:])
 
 
 def _close(descriptors: list[int]) -> None:

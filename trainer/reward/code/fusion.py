@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from trainer.reward.code.cases import KEPT_CHARACTERS, CaseOutcome, CaseState, same_output
+from trainer.reward.code.cases import KEPT_CHARACTERS, CaseOutcome, CaseState, judged, same_output
 from trainer.reward.code.isolation import INSIDE, PACKAGES
 from trainer.reward.code.limits import Limits
 from trainer.reward.code.room import RoomBroken
@@ -27,9 +27,9 @@ class FusionClient:
     `url` is that of the service or of its `run_code`.
     """
 
-    def __init__(self, url: str, memory_limit_mb: int, limits: Limits, waits_s: tuple[float, ...] = WAITS_S) -> None:
+    def __init__(self, url: str, memory_limit_mb: int, limits: Limits) -> None:
         self._url = url.rstrip("/") if url.rstrip("/").endswith(f"/{PATH}") else f"{url.rstrip('/')}/{PATH}"
-        self._memory_mb, self._limits, self._waits_s = memory_limit_mb, limits, waits_s
+        self._memory_mb, self._limits = memory_limit_mb, limits
         self._client = httpx.Client()
 
     def run_case(self, source: str, case_type: str, case: dict[str, Any], seconds: float) -> CaseOutcome:
@@ -70,7 +70,7 @@ class FusionClient:
         return None, run
 
     def _post(self, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        for wait_s in (*self._waits_s, None):
+        for wait_s in (*WAITS_S, None):
             try:
                 response = self._client.post(self._url, json=body, timeout=timeout_s)
                 trouble = f"{self._url} answered {response.status_code}: {response.text[:200]}"
@@ -118,8 +118,4 @@ def _verdict(state: CaseState | None, run: dict[str, Any], nonce: str) -> CaseOu
     lines = [line.removeprefix(f"{nonce} ") for line in run["stdout"].splitlines() if line.startswith(f"{nonce} ")]
     if state is not None or not lines:
         return CaseOutcome(state or CaseState.CRASHED, str(run["stderr"])[-KEPT_CHARACTERS:])
-    told = json.loads(lines[-1])
-    if told["passed"] is True:
-        return CaseOutcome(CaseState.PASSED)
-    error = str(run["stderr"])
-    return CaseOutcome(CaseState.CRASHED if error else CaseState.WRONG, (error or told["detail"])[-KEPT_CHARACTERS:])
+    return judged(json.loads(lines[-1]), str(run["stderr"]))

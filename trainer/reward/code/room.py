@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -20,6 +21,8 @@ from trainer.reward.code.tree import kill_descendants, usage
 TICK_S = 0.02  # between two looks at memory and CPU time
 END_S = 5.0  # what the kernel may take to clear a room away
 START_S = 30.0  # until the program runs, on a busy machine
+ROOMS_AT_A_TIME = 16  # of one process, at most: they are users of their own
+_numbers = itertools.count()
 
 
 class RoomBroken(Exception):
@@ -96,6 +99,8 @@ class Room:
         self._work = place["work"] if isolation.kind == "rlimit" else None
         settings = {
             **place,
+            "parent": os.getpid(),
+            "number": os.getpid() * ROOMS_AT_A_TIME + next(_numbers) % ROOMS_AT_A_TIME,
             "argv": command,
             "files": files or {},
             "limits": limits.rlimits(isolation.kind != "rlimit"),

@@ -14,7 +14,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Usage:
-    """What a tree uses: memory that is its own in bytes, CPU time in seconds, processes and threads."""
+    """What a tree uses: memory in bytes, CPU time in seconds, processes and threads."""
 
     memory: int = 0
     cpu_s: float = 0.0
@@ -36,16 +36,38 @@ def descendants(pid: int) -> list[int]:
 
 
 def usage(pid: int) -> Usage:
-    """The sum over the descendants of `pid`."""
+    """The sum over the descendants of `pid`; memory that several of them share counts once."""
     memory, ticks, tasks = 0, 0, 0
+    files: dict[tuple[int, int], int] = {}
     for member in descendants(pid):
         with contextlib.suppress(OSError, IndexError):
             stat = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
             ticks += sum(map(int, stat[11:15]))  # user, system, and those of children that ended
             tasks += int(stat[17])
-            _, resident, shared = map(int, Path(f"/proc/{member}/statm").read_text().split()[:3])
-            memory += (resident - shared) * PAGE
-    return Usage(memory, ticks / TICKS, tasks)
+            memory += _resident(member)
+            files |= _files_in_memory(member)
+    return Usage(memory + sum(files.values()), ticks / TICKS, tasks)
+
+
+def _resident(pid: int) -> int:
+    """Bytes in memory, with a share of what others map too. A process may hide the shares, then all of it counts."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
+    except OSError:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+def _files_in_memory(pid: int) -> dict[tuple[int, int], int]:
+    """Bytes per open file that has no name on any disk: such a file need not be mapped to fill memory."""
+    found = {}
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(OSError):
+            if os.readlink(path).startswith("/memfd:"):
+                stat = os.stat(path)
+                found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+    return found
 
 
 def kill_descendants(pid: int) -> None:

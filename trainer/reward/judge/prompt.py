@@ -30,9 +30,10 @@ def load_template(path: str | None) -> str:
     """The built-in template, or the text of a file. ValueError for a missing file or a missing slot."""
     if path is None:
         return TEMPLATE
-    if not Path(path).is_file():
+    file = Path(path).expanduser()
+    if not file.is_file():
         raise ValueError(f"got rewards.llm_judge.prompt_path={path}; expected an existing text file; correct the path")
-    text = Path(path).read_text(encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
     missing = [f"{{{name}}}" for name in SLOTS if f"{{{name}}}" not in text]
     if missing:
         raise ValueError(
@@ -47,7 +48,7 @@ def messages_for(template: str, question: str, reference: str, candidate: str) -
 
     Each slot becomes a block between lines with a random marker, new for every request.
     """
-    texts = dict(zip(SLOTS, (question, reference, candidate), strict=True))
+    texts: dict[str, str] = dict(zip(SLOTS, (question, reference, candidate), strict=True))
     marker = secrets.token_hex(8)
 
     def block(match: re.Match[str]) -> str:

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from trainer.reward.code.inside import kernel
-from trainer.reward.code.inside.mounts import build_root
+from trainer.reward.code.inside.mounts import build_root, limit_files
 
 NAMESPACES = (
     *(kernel.CLONE_NEWNS, kernel.CLONE_NEWPID, kernel.CLONE_NEWNET, kernel.CLONE_NEWIPC),
@@ -41,7 +41,9 @@ def main(descriptor: int) -> None:
 def _enter(settings: dict[str, Any], status: int) -> int:
     """Fork into the room; the exit code of its main program, 128 + n after signal n."""
     isolation = settings["isolation"]
-    uid = _own_uid(os.getpid())
+    if isolation != "bwrap":  # whose parent is in another world; it is killed with it
+        _die_with(settings["parent"])
+    uid = _own_uid(settings["number"])
     if isolation == "unshare":
         if not kernel.has_capability(kernel.CAP_SYS_ADMIN):
             _new_user(uid)
@@ -56,6 +58,8 @@ def _enter(settings: dict[str, Any], status: int) -> int:
     os.close(held)
     if isolation == "unshare":
         build_root(settings, uid)
+    elif isolation == "bwrap":
+        limit_files(settings)
     os.chdir(settings["work"])
     for name, content in settings["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -80,6 +84,13 @@ def _enter(settings: dict[str, Any], status: int) -> int:
 def _close(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the scoring process goes, however it goes."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went before the line above
+        os._exit(1)
 
 
 def _reap_until(wanted: int) -> int:
@@ -110,14 +121,14 @@ def _open_descriptors() -> list[int]:
     return [descriptor for descriptor in found if os.path.exists(f"/proc/self/fd/{descriptor}")]  # less the listing's
 
 
-def _own_uid(pid: int) -> int:
-    """A user id nobody else has: limits on processes count per user. For root only; others keep theirs."""
+def _own_uid(number: int) -> int:
+    """A user id that no other room has now: limits on processes count per user. For root only; others keep theirs."""
     if os.geteuid() != 0:
         return os.geteuid()
     with open("/proc/self/uid_map") as file:
         first, _, count = map(int, file.read().split()[:3])
-    base, span = (1 << 30, 1 << 22) if first + count > 1 << 31 else (first + count // 2, max(1, count // 2))
-    return base + pid % span
+    base, span = (1 << 30, 1 << 26) if first + count > 1 << 31 else (first + count // 2, max(1, count // 2))
+    return base + number % span
 
 
 def _leave_rights(uid: int) -> None:
@@ -128,9 +139,9 @@ def _leave_rights(uid: int) -> None:
         os.setresuid(uid, uid, uid)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root and the maps cannot be written
     _new_user(uid)
-    with contextlib.suppress(OSError):  # bubblewrap hides the file: more namespaces stay possible, without rights here
-        with open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")
+    # bubblewrap hides the file: more namespaces stay possible there, without rights here
+    with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
     kernel.drop_capabilities()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -42,6 +43,14 @@ def build_root(settings: dict[str, Any], uid: int) -> None:
     kernel.set_hostname("room")
     for descriptor in (*sources.values(), *devices.values()):
         os.close(descriptor)
+
+
+def limit_files(settings: dict[str, Any]) -> None:
+    """Bubblewrap limits the bytes of its temporary folder, not the number of files; only root can add that."""
+    with contextlib.suppress(OSError):
+        size = f"size={settings['tmp_bytes']},nr_inodes={settings['tmp_files']}"
+        flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("", "/tmp", flags=flags, data=size)
 
 
 def _gid(uid: int) -> int:

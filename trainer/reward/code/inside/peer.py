@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from trainer.reward.code.inside.wire import FRAME_LIMIT, Decoder, Encoder, Table, Uncrossable, WireError
 
+ENDED = "the other side has ended"
+
 
 class Broken(BaseException):
     """The other side is gone, broke the rules or gave a value that may not cross: no verdict but failure.
@@ -120,7 +122,7 @@ class Peer:
             while left:
                 left = left[os.write(self._writer, left) :]
         except OSError as error:
-            raise self._broken("the other side has ended") from error
+            raise self._broken(ENDED) from error
 
     def _receive(self) -> tuple[bytes, bytes]:
         size, kind = struct.unpack("<Ic", self._read(5))
@@ -133,7 +135,7 @@ class Peer:
         while count:
             part = os.read(self._reader, min(count, 1 << 20))
             if not part:
-                raise self._broken("the other side has ended")
+                raise self._broken(ENDED)
             parts.append(part)
             count -= len(part)
         return b"".join(parts)

@@ -26,10 +26,11 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]
     return lambda value, other: function(other, value)
 
 
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul lshift rshift xor"
 _BINARY = {
-    name: vars(operator)[f"{name}_" if name in ("and", "or") else name]
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "xor")
-    + ("and", "or")
+    **{name: vars(operator)[name] for name in _ARITHMETIC.split()},
+    "and": operator.and_,
+    "or": operator.or_,
 }
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **_BINARY,
