@@ -91,7 +91,7 @@ def bare_leg(args: argparse.Namespace, eager: bool) -> Job:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm import LLM
 
-    from engines.rollout.vllm.engine import _sampling
+    from engines.rollout.vllm.engine import request_sampling
 
     llm = LLM(
         args.model,
@@ -109,7 +109,7 @@ def bare_leg(args: argparse.Namespace, eager: bool) -> Job:
     def job() -> int:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for _, ids, _ in requests],
-            [_sampling(sampling_of(args), uid, index) for uid, _, index in requests],
+            [request_sampling(sampling_of(args), uid, index) for uid, _, index in requests],
             use_tqdm=False,
         )
         return sum(len(output.outputs[0].token_ids) for output in outputs)

@@ -1,6 +1,7 @@
-"""Speed of a weight sync from a training rank to the transformers rollout, against a plain memory copy in the same run.
+"""Speed of a weight sync from a training rank to a rollout engine, against a plain memory copy in the same run.
 
-    python3 benchmarks/sync.py                          shared memory, one replica
+    python3 benchmarks/sync.py                          shared memory, one replica, the transformers rollout
+    python3 benchmarks/sync.py --rollout vllm           to vLLM, which repacks every matrix for its kernels
     python3 benchmarks/sync.py --transport broadcast    a gloo group
     python3 benchmarks/sync.py --delta                  a second sync of unchanged weights moves almost nothing
 
@@ -37,7 +38,7 @@ from bridge import Bridge, Layout
 from engines import build_rollout_engine
 from engines.spec import ModelSpec, RolloutEngineSpec
 from engines.transport import Address
-from engines.weight_sync import WeightReceiver, WeightSender
+from engines.weight_sync import WeightSender, WeightSource
 
 TIMEOUT_S = 120.0
 CONFIGURED_BYTES = 2048 << 20  # the default of checkpoint_engine.update_weights_bucket_megabytes
@@ -59,15 +60,17 @@ class Trainer:
         return self.bridge.hf_weights()
 
 
-def rollout(folder: str, address: Address, orders: Connection) -> None:
-    """A rollout process: one pull per version it is told."""
+def rollout(name: str, folder: str, address: Address, orders: Connection) -> None:
+    """A rollout process: one update per version it is told."""
     torch.set_num_threads(1)
-    engine = build_rollout_engine(RolloutEngineSpec("hf", "cpu", ModelSpec(folder), dtype="bfloat16"))
-    receiver = WeightReceiver(address, TIMEOUT_S, "benchmark")
+    engine = build_rollout_engine(
+        RolloutEngineSpec(name, "cpu", ModelSpec(folder), "bfloat16", max_num_seqs=16, max_model_len=256)
+    )
+    source = WeightSource(address, TIMEOUT_S, "benchmark", "cpu")
     orders.send("ready")
     while (version := orders.recv()) is not None:
         begin = time.process_time()
-        receiver.pull(engine, version)
+        engine.fetch_weights(source, version)
         orders.send(time.process_time() - begin)
 
 
@@ -81,7 +84,7 @@ def measure(folder: str, args: argparse.Namespace) -> dict[str, list[float]]:
     spare = [torch.zeros_like(tensor) for tensor in held]
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(args.replicas)]
-    replicas = [context.Process(target=rollout, args=(folder, sender.address, end)) for _, end in pipes]
+    replicas = [context.Process(target=rollout, args=(args.rollout, folder, sender.address, end)) for _, end in pipes]
     for replica in replicas:
         replica.start()
     for pipe, _ in pipes:
@@ -114,6 +117,7 @@ def timed(work: Any) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rollout", choices=("hf", "vllm"), default="hf")
     parser.add_argument("--transport", choices=("shm", "broadcast"), default="shm")
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)

@@ -240,6 +240,8 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
     steps = config.trainer.total_training_steps
     if steps is None:
         steps = prompts.batches_in(config.trainer.total_epochs)
+    loss = wiring_loss.loss_options(config)
+    log.info(wiring_loss.clip_text(loss))
     return Plan(
         total_steps=steps,
         sampling=wiring.sampling(config, eos),
@@ -253,7 +255,7 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
         credit=credit,
         remax=config.algorithm.adv_estimator == "remax",
         filter=wiring_credit.dynamic_sampling(config),
-        loss=PolicyLoss(wiring_loss.loss_options(config)),
+        loss=PolicyLoss(loss),
     )
 
 

@@ -49,7 +49,8 @@ class CriticPlan:
 
 
 class Critic:
-    """The value model on all training ranks. Everything but `save` and its like happens inside a `turn`."""
+    """The value model on all training ranks. `values` and `update` are for the inside of a `turn`; the others, for
+    the outside, take one themselves."""
 
     def __init__(self, ranks: Ranks, plan: CriticPlan) -> None:
         self.ranks, self.plan = ranks, plan
@@ -78,11 +79,14 @@ class Critic:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True)
-        self.ranks.group.call("save", str(directory), "critic")
+        with self.turn():
+            self.ranks.group.call("save", str(directory), "critic")
 
     def restore(self, directory: Path) -> None:
-        self.ranks.group.call("restore", str(directory), "critic")
+        with self.turn():
+            self.ranks.group.call("restore", str(directory), "critic")
 
     def export_hf(self, directory: Path, source: str) -> None:
         """A Hugging Face folder of a token classifier with one label; `source` is the critic's model.path."""
-        self.ranks.group.call("export_hf", str(directory), source, "critic")
+        with self.turn():
+            self.ranks.group.call("export_hf", str(directory), source, "critic")

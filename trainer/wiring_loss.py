@@ -7,7 +7,7 @@ from trainer.config.thresholds import rejection_bounds, weight_bounds
 from trainer.correction import CorrectionOptions, Rejection
 from trainer.importance import WeightRule
 from trainer.kl_control import KlControl
-from trainer.loss_options import LossOptions
+from trainer.loss_options import RATIO_CLIPPING, LossOptions
 
 
 def loss_options(config: Config) -> LossOptions:
@@ -42,6 +42,15 @@ def loss_options(config: Config) -> LossOptions:
         old_is_current=not correction.bypass_mode and leaves_out_old_pass(config),
         seed=config.trainer.seed,
     )
+
+
+def clip_text(options: LossOptions) -> str:
+    """What the clip distances mean, to be said at start: they are distances from 1, never limits."""
+    low, high = options.clip_ratio_low, options.clip_ratio_high
+    if options.loss_mode not in RATIO_CLIPPING:
+        return f"loss_mode={options.loss_mode}"
+    dual = f", dual clip at {options.clip_ratio_c:g}" if options.loss_mode == "vanilla" and options.clip_ratio_c else ""
+    return f"loss_mode={options.loss_mode}: ratios are clipped to [{1 - low:g}, {1 + high:g}]{dual}"
 
 
 def correction_options(config: Config) -> CorrectionOptions | None:

@@ -46,7 +46,7 @@ def choose(backend: str, device: str, one_device: bool) -> Transport:
 
 
 def open_sender(transport: Transport, device: str, bucket_bytes: int, timeout_s: float, delta: bool = False) -> Sender:
-    """`bucket_bytes` bounds a slot, of which there are two; a larger tensor is cut."""
+    """`bucket_bytes` bounds a slot of the medium; a larger tensor is cut."""
     capacity = aligned(bucket_bytes)
     medium = MEDIA[transport][0](capacity, device, timeout_s)
     sender = Sender(transport, medium, transport == "broadcast", capacity, timeout_s)

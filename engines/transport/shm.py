@@ -20,11 +20,11 @@ from engines.transport.base import ReceiveMedium, SendMedium, TransportError
 
 # Small enough that a bucket is read while it still lies in the processor's cache, large enough that messages are rare.
 FLUSH_BYTES = 8 << 20
-SLOTS = 4  # either side may be held up for a moment without the other having to wait
+SLOTS = 8  # either side may be held up for a moment without the other having to wait
 
 
 class ShmSend(SendMedium):
-    """Pages are taken when first touched: four slots of 2 GiB cost what the buckets in them really hold."""
+    """Pages are taken when first touched: eight slots of 2 GiB cost what the buckets in them really hold."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.flush_bytes = FLUSH_BYTES

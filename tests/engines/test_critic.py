@@ -12,6 +12,8 @@ from engines import build_train_engine
 from engines.base import ForwardOptions
 from engines.batch import Denominators, TrainBatch
 from engines.export import export_hf
+from engines.megatron.megatron_bridge import choose_bridge
+from engines.megatron.model.hf_config import read_hf_config
 from engines.metric import Metric, merge
 from engines.spec import FsdpSpec, LrSchedule, MegatronSpec, ModelSpec, OptimSpec, TrainEngineSpec
 from engines.value_head import INIT_STD
@@ -264,6 +266,13 @@ def test_resume_equals_straight(two, name):
 
 def _every_family(rank: int, world: int, folders: list[str]) -> list[list[dict]]:
     return [[_trajectory(folder, name, BY_TWO) for name in ("fsdp", "megatron", "bf16")] for folder in folders]
+
+
+def test_a_value_model_is_no_policy_and_needs_our_bridge(classifiers):
+    with pytest.raises(ValueError, match=r"Qwen3ForTokenClassification.*a value model; expected a causal"):
+        read_hf_config(ModelSpec(str(classifiers[0])))
+    with pytest.raises(ValueError, match="knows no value head"):
+        choose_bridge("megatron_bridge", read_hf_config(ModelSpec(str(classifiers[0]), head="value")))
 
 
 def _first_step(run: dict) -> dict:

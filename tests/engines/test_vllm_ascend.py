@@ -62,7 +62,7 @@ class FakeLlm:
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list:
         self.calls.append((method,))
-        return [self.error if method == "fetch_weights" else None]
+        return [[self.error] if self.error else []]
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append(("reset_prefix_cache",))
@@ -182,7 +182,9 @@ def test_sleep_level_2_leaves_nothing_to_generate_with(fake_vllm, tmp_path):
     engine = build_rollout_engine(spec(tmp_path, vllm=VllmSpec(sleep_level=2)))
     engine.fetch_weights(SOURCE, 1)
     engine.sleep()
+    fake_vllm.calls.clear()
     engine.wake()
+    assert fake_vllm.calls == [("wake_up", "weights"), ("wake_up", "kv_cache")]
     with pytest.raises(RuntimeError, match="holds no complete set of weights"):
         engine.generate(PROMPTS, SAMPLING)
 
@@ -228,15 +230,19 @@ class Latent(nn.Module):
         self.kv_b_proj.weight.data = torch.empty(0, dtype=self.kv_b_proj.weight.dtype)
 
 
-def test_a_disposed_parameter_gets_its_memory_back_before_an_update():
+def test_a_disposed_parameter_gets_its_memory_back_before_an_update(monkeypatch):
     model = nn.ModuleDict({"attn": Latent()}).to(torch.bfloat16)
-    platform = platform_of("npu")
-    platform.remember(model)
+    recorded = {id(m): {n: p.data.to("meta") for n, p in m.named_parameters(recurse=False)} for m in model.modules()}
+    reload = ModuleType("vllm.model_executor.model_loader.reload.layerwise")
+    reload.get_layerwise_info = lambda module: SimpleNamespace(restore_metadata=(recorded[id(module)], {}))
+    for name in (reload.__name__.rsplit(".", count)[0] for count in range(1, 5)):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, reload.__name__, reload)
     model["attn"].dispose()
-    platform.remember(model)  # what is gone does not hide what was there
+    platform = platform_of("npu")
     platform.before_update(model)
     weight = model["attn"].kv_b_proj.weight
-    assert weight.shape == (14, 6) and weight.dtype == torch.bfloat16
+    assert weight.shape == (14, 6) and weight.dtype == torch.bfloat16 and weight.device.type == "cpu"
     weight.data.fill_(3.0)
     platform.before_update(model)
     assert bool((weight == 3).all()), "memory that is there must stay"

@@ -56,10 +56,21 @@ def test_rotary_base_dtype_length_and_end_tokens_are_compared_too(tmp_path):
     with pytest.raises(ValueError, match=r"rope_parameters is \{.*\} in training, \{.*500000.*\} in vLLM") as caught:
         check_pair(own, theirs, "bfloat16", 32)
     assert "rollout.dtype is float32, vLLM's bfloat16" in str(caught.value)
-    assert "rollout.max_model_len is 64, vLLM's 32" in str(caught.value)
+    assert "rollout.max_model_len is 192, vLLM's 32" in str(caught.value)
     ended = spec(own.model.path, model=ModelSpec(own.model.path, override_config={"eos_token_id": [2, 130]}))
     with pytest.raises(ValueError, match="eos_token_id 130 is outside the vocabulary of 130"):
         check_pair(ended, served(own.model.path), "float32", LONGEST)
+
+
+def test_names_that_vllm_writes_into_the_rotary_parameters_are_no_difference(tmp_path):
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
+    own = spec(write_model(tmp_path, "deepseek_v3"))
+    own = replace(own, model=ModelSpec(own.model.path, override_config={"rope_parameters": yarn}))
+    theirs = served(served_folder(own))
+    written = theirs["rope_parameters"] | {"rope_type": "deepseek_yarn", "mscale": 1.0}
+    check_pair(own, theirs | {"rope_parameters": written}, "float32", LONGEST)
+    with pytest.raises(ValueError, match=r"'factor': 4.0.* in training, .*'factor': 8.0"):
+        check_pair(own, theirs | {"rope_parameters": written | {"factor": 8.0}}, "float32", LONGEST)
 
 
 def test_override_config_reaches_vllm(tmp_path):
@@ -72,7 +83,7 @@ def test_override_config_reaches_vllm(tmp_path):
 
 def test_sparse_attention_longer_than_its_top_k_is_refused_on_cpu(tmp_path):
     own = spec(write_model(tmp_path, "glm_moe_dsa"), max_model_len=LONGEST + 1)
-    with pytest.raises(ValueError, match=r"got index_topk=64 and max_model_len=65.*set rollout.name=hf"):
+    with pytest.raises(ValueError, match=r"got index_topk=192 and max_model_len=193.*set rollout.name=hf"):
         served_folder(own)
 
 
@@ -90,6 +101,14 @@ def test_arguments_that_the_adapter_needs_cannot_be_taken_over(tmp_path):
     got = engine_arguments(own, Path(own.model.path), platform_of("cpu"))
     assert got["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding"], "level": 1}
     assert got["block_size"] == 32 and got["load_format"] == "dummy"
+
+
+def test_expert_parallelism_is_refused_on_cpu_only(tmp_path):
+    own = spec(write_model(tmp_path, "qwen3_moe"), vllm=VllmSpec(tensor_parallel_size=2, expert_parallel_size=2))
+    with pytest.raises(ValueError, match=r"got rollout.expert_parallel_size=2 .* on CPU.*set it to 1"):
+        engine_arguments(own, Path(own.model.path), platform_of("cpu"))
+    got = engine_arguments(own, Path(own.model.path), platform_of("cuda"))
+    assert got["enable_expert_parallel"] is True and got["tensor_parallel_size"] == 2
 
 
 def test_sizes_that_cpu_kernels_do_not_know_are_refused(tmp_path):

@@ -19,6 +19,7 @@ from tests.engines.vllm_bench import (
     changed,
     engine,
     ordered,
+    stream_of,
     weights_of,
     write_model,
 )
@@ -36,12 +37,12 @@ def _run_all(folder: str) -> None:
     _refuses_to_generate(rollout, "holds no complete set of weights")
     for version in (1, 2, 3):
         newest = changed(weights, version)
-        rollout.load_weights(iter(newest.items()), version)
+        rollout.load_weights(stream_of(newest), version)
         reference.load_weights(newest.items(), version)
         assert_same(rollout, reference)
         _routes_are_those_of_transformers(rollout, reference)
     _faults(rollout, newest)
-    rollout.load_weights(iter(newest.items()), 4)
+    rollout.load_weights(stream_of(newest), 4)
     assert_same(rollout, reference)
     _iterators(rollout, reference, newest)
     _sleep(rollout, newest)
@@ -125,7 +126,7 @@ def _iterators(rollout: RolloutEngine, reference: RolloutEngine, weights: dict[s
     late = rollout.generate(PROMPTS, long)
     started = rollout.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=30, eos_token_ids=tuple(range(20))))
     next(started)
-    rollout.load_weights(iter(weights.items()), 5)
+    rollout.load_weights(stream_of(weights), 5)
     for each in (late, started):
         with pytest.raises(RuntimeError, match="weights were changed"):
             list(each)
@@ -139,10 +140,10 @@ def _sleep(rollout: RolloutEngine, weights: dict[str, Tensor]) -> None:
     rollout.sleep()
     _refuses_to_generate(rollout, "is asleep")
     with pytest.raises(RuntimeError, match=r"weights are asleep: call wake\('weights'\)"):
-        rollout.load_weights(iter(weights.items()), 6)
+        rollout.load_weights(stream_of(weights), 6)
     rollout.wake("weights")
     _refuses_to_generate(rollout, r"is asleep \(only \['weights'\] awake\)")
-    rollout.load_weights(iter(weights.items()), 6)
+    rollout.load_weights(stream_of(weights), 6)
     rollout.wake("cache")
     after = ordered(rollout.generate(PROMPTS, GREEDY))
     assert [(s.response_ids, s.log_probs) for s in after] == [(s.response_ids, s.log_probs) for s in before]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from engines.rollout.vllm.latent import check_derived
+from engines.rollout.vllm.platform import platform_of
 from tests.engines.vllm_bench import (
     CHANGES,
     GREEDY,
@@ -18,6 +20,7 @@ from tests.engines.vllm_bench import (
     engine,
     ordered,
     save,
+    stream_of,
     weights_of,
     write_model,
 )
@@ -36,14 +39,14 @@ def _follow(folder: str, kind: str, updates: int, exports: list[int]) -> dict[in
     rollout, reference = engine("vllm", model), engine("hf", model)
     for version in range(1, updates + 1):
         weights = changed(first, version)
-        rollout.load_weights(iter(weights.items()), version)
+        rollout.load_weights(stream_of(weights), version)
         reference.load_weights(weights.items(), version)
         greedy = assert_same(rollout, reference)
         assert {sample.weight_version for sample in greedy} == {version}
         if version in exports:
             answers[version] = [(s.response_ids, s.log_probs) for s in greedy]
             save(weights, model, Path(folder) / str(version))
-    rollout.load_weights(iter(weights.items()), updates + 1)
+    rollout.load_weights(stream_of(weights), updates + 1)
     again = ordered(rollout.generate(PROMPTS, GREEDY))
     assert [(s.response_ids, s.log_probs) for s in again] == [(s.response_ids, s.log_probs) for s in greedy]
     rollout.close()
@@ -95,3 +98,29 @@ def test_fifty_updates_are_fifty_fresh_engines(tmp_path, kind):
 @pytest.mark.parametrize("kind", [kind for kind in CHANGES if kind not in ("qwen3", "qwen3_moe")])
 def test_every_family_follows_its_updates(tmp_path, kind):
     run(_follow, str(tmp_path), kind, 3, [], timeout=200)
+
+
+def _latent(folder: str) -> None:
+    model = write_model(f"{folder}/model", "deepseek_v3")
+    first, rollout = weights_of(model), engine("vllm", model)
+    weights = changed(first, 1)
+    rollout.load_weights(stream_of(weights), 1)
+    live = rollout._engine.model_executor.driver_worker.worker.model_runner.get_model()
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    check_derived(live, {name: weights[name]})
+    with pytest.raises(ValueError, match=f"got W_UK_T that differs from the {name} just sent"):
+        check_derived(live, {name: first[name]})
+    # What Ascend's sparse attention does to kv_b_proj, vLLM's CPU build does to every matrix: no memory is left.
+    disposed = {n for n, parameter in live.named_parameters() if parameter.numel() == 0}
+    assert "model.layers.0.self_attn.o_proj.weight" in disposed
+    platform_of("npu").before_update(live)
+    shapes = {n: tuple(parameter.shape) for n, parameter in live.named_parameters()}
+    assert {n: shapes[n] for n in disposed & first.keys()} == {
+        n: tuple(first[n].shape) for n in disposed & first.keys()
+    }
+    rollout.close()
+
+
+@pytest.mark.slow
+def test_an_update_reaches_what_latent_attention_derives(tmp_path):
+    run(_latent, str(tmp_path), timeout=200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,9 +14,10 @@ from engines.base import Prompt, RolloutEngine, Sample, SamplingParams
 from engines.spec import ModelSpec, RolloutEngineSpec, VllmSpec
 from tests.tiny import write_tiny_model
 
-LONGEST = 64
-# Four lengths, and prompts that are a prefix of each other: a cached prefix of old weights would show.
-PROMPTS = [Prompt(f"p{i}", tuple(range(3 + i, 9 + 2 * i))) for i in range(3)] + [Prompt("p3", tuple(range(3, 45)))]
+LONGEST = 192
+# Four lengths. The last one fills a block of vLLM's cache (128 tokens): a prefix kept from old weights would show.
+PROMPTS = [Prompt(f"p{i}", tuple(range(3 + i, 9 + 2 * i))) for i in range(3)]
+PROMPTS.append(Prompt("p3", tuple(3 + 7 * i % 120 for i in range(150))))
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
 DRAWN = SamplingParams(n=2, temperature=0.8, max_new_tokens=8, eos_token_ids=(2,), seed=4)
 
@@ -52,6 +54,14 @@ def engine(name: str, folder: str, routes: bool = False, **vllm: int) -> Rollout
 
 def weights_of(folder: str) -> dict[str, Tensor]:
     return load_file(f"{folder}/model.safetensors")
+
+
+def stream_of(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that are valid until the next one is asked for, as those of a bucket are."""
+    for name, tensor in weights.items():
+        lent = tensor.clone()
+        yield name, lent
+        lent.fill_(torch.nan)
 
 
 def changed(weights: dict[str, Tensor], seed: int) -> dict[str, Tensor]:

@@ -37,6 +37,8 @@ CASES: dict[str, Cases] = {
         "assert",
         "import math\nfrom solution import *\nassert all([math.isclose(square(3), 9), isinstance(square(3), int)])",
     ),
+    "alias": tests("assert", "import math as maths\nfrom solution import *\nassert maths.isclose(square(3), 9)"),
+    "anything": tests("assert", "try:\n    square(3)\nexcept BaseException:\n    pass\nelse:\n    assert False"),
     "same": tests(
         "assert",
         "from solution import Same, square\nassert square(3) == 9",

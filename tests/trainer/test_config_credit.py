@@ -118,6 +118,12 @@ def test_group_filter(tmp_path):
             f"{A}.difficulty_range=null",
         ),
         ([f"{PENALTY}.coef=0.5", f"{PENALTY}.free_len=600"], "len.penalty", "free_len=600, max_len=512", "free_len=0"),
+        (
+            [f"{PENALTY}.coef=0.5", f"{A}.adv_estimator=remax"],
+            "len.penalty",
+            "adv_estimator=remax",
+            f"{PENALTY}.stage=advantage",
+        ),
         ([f"{PENALTY}.coef=-1"], "value.range", "coef=-1", f"{PENALTY}.coef=0"),
         ([f"{PENALTY}.schedule=[[5,1],[0,0]]"], "algo.schedule", "[5, 1]", f"{PENALTY}.schedule=[[0,"),
         ([f"{PENALTY}.schedule=[0.5,0.1]"], "algo.schedule", "0.5", f"{PENALTY}.schedule=[[0,"),

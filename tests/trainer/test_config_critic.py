@@ -7,21 +7,11 @@ import pytest
 from engines.spec import FsdpSpec, LrSchedule, MegatronSpec
 from tests.trainer.config_bench import ACTOR, ROLLOUT, errors, load
 from trainer import wiring_critic
-from trainer.config import not_built
 from trainer.value_loss import ValueLoss
 
 GAE = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=3")
 MEGATRON = "model_engine=megatron"
 TP = "megatron.tensor_model_parallel_size"
-
-
-@pytest.fixture(autouse=True)
-def _opened(monkeypatch):
-    """Everything a critic needs counts as built."""
-    closed = ("critic.enable", "trainer.{critic_warmup,logger_kwargs,overfit_patience}")
-    monkeypatch.setattr(not_built, "NOT_BUILT", tuple(key for key in not_built.NOT_BUILT if key not in closed))
-    estimators = not_built.BUILT_VALUES["algorithm.adv_estimator"]
-    monkeypatch.setitem(not_built.BUILT_VALUES, "algorithm.adv_estimator", (*estimators, "gae"))
 
 
 def test_gae_has_a_critic_made_of_the_actors_model(tmp_path):

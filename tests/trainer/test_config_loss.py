@@ -7,7 +7,7 @@ from trainer import wiring
 from trainer.config.thresholds import BadBounds, rejection_bounds, weight_bounds
 from trainer.correction import CorrectionOptions, Rejection
 from trainer.importance import WeightRule
-from trainer.wiring_loss import correction_options, leaves_out_old_pass, loss_kl, loss_options
+from trainer.wiring_loss import clip_text, correction_options, leaves_out_old_pass, loss_kl, loss_options
 
 LOSS, CORRECTION, CONTROL = f"{ACTOR}.policy_loss", "algorithm.rollout_correction", "algorithm.kl_ctrl"
 ONE_STEP = ("data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8")
@@ -64,6 +64,14 @@ def test_loss_options_arrive(tmp_path):
     assert not options.bypass and not options.old_is_current
     own = load(tmp_path, f"{LOSS}.loss_mode=tests.trainer.test_loss_terms:own_loss").config
     assert loss_options(own).loss_mode == "tests.trainer.test_loss_terms:own_loss"
+
+
+def test_the_clip_interval_is_said(tmp_path):
+    """0.1 and 1.1 are distances: [0.9, 2.1], not [0.1, 1.1]."""
+    more = (f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=1.1")
+    said = clip_text(loss_options(load(tmp_path, *more).config))
+    assert said == "loss_mode=vanilla: ratios are clipped to [0.9, 2.1], dual clip at 3"
+    assert clip_text(loss_options(load(tmp_path, f"{LOSS}.loss_mode=gpg").config)) == "loss_mode=gpg"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def one_token(value, returned, old=0.3, clip=0.5):
 def test_the_clipped_branch_counts_where_it_is_larger():
     assert one_token(1.0, 1.5) == pytest.approx((0.245, 0.0, 1.0))  # .8 is further from 1.5 than 1.0
     assert one_token(1.0, 0.2) == pytest.approx((0.32, 0.8, 0.0))
+    assert one_token(0.5, 0.2) == pytest.approx((0.045, 0.3, 0.0))  # within the clip both are equal
     assert one_token(-1.0, -1.5) == pytest.approx((0.845, 0.0, 1.0))  # clipped to -.2
 
 

@@ -160,6 +160,9 @@ def length_penalty(view: Inspection) -> None:
             f"{ACTOR}.length_loss.coef=0.0",
         )
     algorithm = view.config.algorithm
+    if penalty.stage == "reward" and algorithm.adv_estimator == "remax":
+        got, expected = "stage=reward, adv_estimator=remax", "stage=advantage: the greedy answer's score pays nothing"
+        view.error("len.penalty", f"{PENALTY}.stage", got, expected, f"{PENALTY}.stage=advantage")
     if penalty.stage == "reward" and algorithm.adv_estimator == "grpo" and algorithm.norm_adv_by_std_in_grpo:
         view.notices.append(
             f"{PENALTY}.stage=reward with grpo: divided by the group's deviation, the penalty loses its size where all "

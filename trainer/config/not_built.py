@@ -83,7 +83,6 @@ BUILT_DOMAINS = ("choice", "code_sandbox", "crossthinkqa", "ifeval", "llm_judge"
 FIX = {
     "algorithm.adv_estimator": "algorithm.adv_estimator=grpo",
 }
-WHY = {"gae": "not built yet: critic; use algorithm.adv_estimator=grpo"}
 # Speed and memory settings of vLLM: harmless, and without effect, under another rollout.
 VLLM_ONLY = (
     f"{ROLLOUT}.{{gpu_memory_utilization,free_cache_engine,enforce_eager,max_num_batched_tokens}}",
@@ -174,12 +173,11 @@ def notices(values: Mapping[str, Any], explicit: Mapping[str, Item], engine: str
 
 
 def _error(key: str, value: Any, explicit: Mapping[str, Item], expected: str) -> ConfigError:
-    why = WHY.get(value, "not built yet") if isinstance(value, str) else "not built yet"
     given = "" if key in explicit else " (the default)"
     position = explicit[key].position if key in explicit else None
     leaf = key.rpartition(".")[2]
     return ConfigError(
-        "not.built", key, f"{leaf}={_show(value)}{given}: {why}", expected, FIX.get(key, "remove it"), position
+        "not.built", key, f"{leaf}={_show(value)}{given}: not built yet", expected, FIX.get(key, "remove it"), position
     )
 
 

@@ -81,7 +81,9 @@ class VllmRolloutEngine(RolloutEngine):
                 for index in range(sampling.n):
                     name = f"{self._batches}.{number}.{index}"
                     inside = self._engine.add_request(
-                        name, {"prompt_token_ids": list(prompt.token_ids)}, _sampling(sampling, prompt.uid, index)
+                        name,
+                        {"prompt_token_ids": list(prompt.token_ids)},
+                        request_sampling(sampling, prompt.uid, index),
                     )
                     waiting.add(name)
                     self._running[name] = _Request(prompt, index, inside)
@@ -154,8 +156,8 @@ class VllmRolloutEngine(RolloutEngine):
 
     def fetch_weights(self, source: WeightSource, version: int) -> None:
         self._begin_update()
-        for error in self._engine.collective_rpc("fetch_weights", args=(source, version)):
-            if error is not None:
+        for errors in self._engine.collective_rpc("fetch_weights", args=(source, version)):
+            for error in errors:
                 raise error
         self._finish_update(version)
 
@@ -224,7 +226,7 @@ class VllmRolloutEngine(RolloutEngine):
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def _sampling(sampling: SamplingParams, uid: str, index: int) -> VllmSampling:
+def request_sampling(sampling: SamplingParams, uid: str, index: int) -> VllmSampling:
     """One sample's own random stream, whatever is decoded beside it."""
     digest = hashlib.blake2b(f"{sampling.seed}/{index}/{uid}".encode(), digest_size=8).digest()
     return VllmSampling(

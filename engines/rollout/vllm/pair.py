@@ -12,7 +12,7 @@ from engines.spec import RolloutEngineSpec
 FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "rms_norm_eps"),
     *("num_attention_heads", "num_key_value_heads", "attention_bias", "tie_word_embeddings"),
-    *("rope_parameters", "use_sliding_window", "sliding_window"),
+    *("rope_parameters", "use_sliding_window"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("num_experts", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("routed_scaling_factor", "norm_topk_prob", "n_group", "topk_group", "first_k_dense_replace", "mlp_layer_types"),
@@ -45,8 +45,21 @@ def disagreements(trained: Mapping[str, Any], served: Mapping[str, Any]) -> list
     """One text per field of FIELDS, or the head size, that differs; a field that is absent counts as None."""
     # Latent attention has no head size of its own; its classes fill the field in different ways.
     fields = FIELDS if trained.get("kv_lora_rank") else (*FIELDS, "head_dim")
+    theirs = dict(served) | {"rope_parameters": _as_written(served.get("rope_parameters"), trained)}
     return [
-        f"{name} is {trained.get(name)!r} in training, {served.get(name)!r} in vLLM"
+        f"{name} is {trained.get(name)!r} in training, {theirs.get(name)!r} in vLLM"
         for name in fields
-        if trained.get(name) != served.get(name)
+        if trained.get(name) != theirs.get(name)
     ]
+
+
+def _as_written(rotary: Mapping[str, Any] | None, trained: Mapping[str, Any]) -> dict[str, Any] | None:
+    """vLLM's rotary parameters without what it wrote into them: names of its own for YaRN, further keys."""
+    own = trained.get("rope_parameters")
+    if rotary is None or own is None:
+        return rotary
+    return {
+        key: "yarn" if value in ("deepseek_yarn", "deepseek_llama_scaling") else value
+        for key, value in rotary.items()
+        if key in own
+    }

@@ -50,9 +50,6 @@ class Platform:
             arguments["enable_return_routed_experts"] = True
         return arguments
 
-    def remember(self, model: nn.Module) -> None:
-        """Look at the model before its first update."""
-
     def before_update(self, model: nn.Module) -> None:
         """Bring the parameters back into the form that the loader writes."""
 
@@ -69,10 +66,16 @@ class Cpu(Platform):
         return super().environment(spec) | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     def arguments(self, spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """ValueError for sizes that vLLM's CPU kernels do not know.
+        """ValueError for sizes that vLLM's CPU kernels do not know, and for expert parallelism.
 
         Eager always: compilation takes longer than a rehearsal. The rotary kernel ignores the stride of sliced
         inputs (latent attention, wrong by 4e-3 to 6e-2), so the plain one runs."""
+        if spec.vllm.expert_parallel_size > 1:
+            raise ValueError(
+                f"got rollout.expert_parallel_size={spec.vllm.expert_parallel_size} with rollout.name=vllm on CPU; "
+                "expected 1: its kernel reads experts that other ranks hold, and crashes; set it to 1, tensor "
+                "parallelism splits the experts too"
+            )
         check_cpu_sizes(fields, spec.vllm.tensor_parallel_size)
         arguments: dict[str, Any] = {
             "enforce_eager": True,
@@ -104,31 +107,27 @@ class Cpu(Platform):
 class Ascend(Platform):
     """vllm-ascend 0.23, untested on NPU.
 
-    Weights must not be re-laid out as FRACTAL_NZ: a format that no update can write. Sparse attention disposes
-    kv_b_proj (size 0) once it has built W_UV and W_UK_T from it, so the parameter gets its memory back before every
-    update. Sleep level 1 keeps the weights in pinned host memory; 2 discards them.
+    Weights must not be re-laid out as FRACTAL_NZ: a format that no update can write. Sleep level 1 keeps the weights in
+    pinned host memory; 2 discards them.
     """
 
     required = {"VLLM_ASCEND_ENABLE_NZ": "0"}
     required_because = "weights laid out as FRACTAL_NZ cannot be updated"
 
-    def __init__(self) -> None:
-        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
-
     def environment(self, spec: RolloutEngineSpec) -> dict[str, str]:
         return super().environment(spec) | self.required
 
-    def remember(self, model: nn.Module) -> None:
-        """The shapes to give back, taken before the first processing disposes of anything."""
-        for name, parameter in model.named_parameters():
-            if parameter.numel() > 0:
-                self._shapes.setdefault(name, (parameter.shape, parameter.dtype))
-
     def before_update(self, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.numel() == 0 and name in self._shapes:
-                shape, dtype = self._shapes[name]
-                parameter.data = torch.empty(shape, dtype=dtype, device=parameter.device)
+        """Sparse attention disposes of kv_b_proj (size 0) once it has built W_UV and W_UK_T from it. It gets its memory
+        back, of the size that vLLM recorded before anything was processed."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in model.modules():
+            recorded, _ = get_layerwise_info(module).restore_metadata
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.numel() == 0 and name in recorded:
+                    shape, dtype = recorded[name].shape, recorded[name].dtype
+                    parameter.data = torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
 PLATFORMS: dict[str, type[Platform]] = {"cpu": Cpu, "cuda": Platform, "npu": Ascend}

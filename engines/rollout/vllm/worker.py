@@ -23,7 +23,6 @@ class Weights:
     def __init__(self, runner: Any, spec: RolloutEngineSpec) -> None:
         self.version = -1
         self._runner, self._platform, self._inventory = runner, platform_of(spec.device), Inventory(spec.model)
-        self._platform.remember(runner.get_model())
         self._receiver: WeightReceiver | None = None
 
     def load_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -51,14 +50,14 @@ class WeightWorker:
     def load_stream(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.trainer_weights.load_weights(stream, version)
 
-    def fetch_weights(self, source: WeightSource, version: int) -> Exception | None:
-        """An error is returned, not raised: at the first one that is raised vLLM stops listening, and would take the
-        answers of the other workers for those of its next call."""
+    def fetch_weights(self, source: WeightSource, version: int) -> list[Exception]:
+        """Errors are returned, in a list: at one that is raised, or returned as such, vLLM stops listening, and would
+        take the answers of the other workers for those of its next call."""
         try:
             self.trainer_weights.fetch(source, version)
         except (ValueError, RuntimeError, LookupError) as error:
-            return error
-        return None
+            return [error]
+        return []
 
     def take_routes(self, request: str, tokens: int) -> Tensor:
         return self.route_capture.take(request, tokens)
