@@ -4,7 +4,7 @@
 #            bf16 weights: python3 -m bridge convert --hf RELEASE --to hf --out MODEL_PATH; rows that math_rule scores
 # Command:   MODEL_PATH=… TRAIN_FILE=… VAL_FILE=… RUN_DIR=… bash recipes/deepseek_v32_dsa_megatron_npu.sh [override …]
 # Really run: no, untested on NPU. The tests compose every key, plan the layout and add up the bytes.
-# Not built: rollout.name=vllm, rollout.data_parallel_size, rollout.expert_parallel_size, trainer.nnodes > 1 are refused.
+# Not built: rollout.data_parallel_size is refused (with rollout.expert_parallel_size=16 the rest composes).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

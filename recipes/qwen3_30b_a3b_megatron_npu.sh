@@ -3,7 +3,6 @@
 # Needs:     one Atlas A3 node (16 dies of 64 GB), 1.2 TB of host memory, a bf16 checkpoint, rows that math_rule scores
 # Command:   MODEL_PATH=… TRAIN_FILE=… VAL_FILE=… RUN_DIR=… bash recipes/qwen3_30b_a3b_megatron_npu.sh [override …]
 # Really run: no, untested on NPU. The tests compose every key, plan the layout and add up the bytes.
-# Not built: rollout.name=vllm, rollout.expert_parallel_size are refused.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -103,6 +103,15 @@ def test_arguments_that_the_adapter_needs_cannot_be_taken_over(tmp_path):
     assert got["block_size"] == 32 and got["load_format"] == "dummy"
 
 
+def test_prompts_are_not_cut_in_pieces_on_cpu(tmp_path):
+    """A prompt that is cut turns its random stream back, which a CPU generator cannot."""
+    own = spec(write_model(tmp_path, "qwen3"), vllm=VllmSpec(max_num_batched_tokens=100))
+    got = engine_arguments(own, Path(own.model.path), platform_of("cpu"))
+    assert got["enable_chunked_prefill"] is False and got["max_num_batched_tokens"] == LONGEST
+    got = engine_arguments(own, Path(own.model.path), platform_of("cuda"))
+    assert got["enable_chunked_prefill"] is True and got["max_num_batched_tokens"] == 100
+
+
 def test_expert_parallelism_is_refused_on_cpu_only(tmp_path):
     own = spec(write_model(tmp_path, "qwen3_moe"), vllm=VllmSpec(tensor_parallel_size=2, expert_parallel_size=2))
     with pytest.raises(ValueError, match=r"got rollout.expert_parallel_size=2 .* on CPU.*set it to 1"):

@@ -104,7 +104,7 @@ def test_explain(tmp_path):
     assert "whole number" in text and "256" in text and "prompts per optimizer step" in text and "works" in text
     assert "not built yet" in explain("algorithm.use_pf_ppo")
     assert "megatron only" in explain(f"{ACTOR}.optim.lr_decay_style")
-    assert "works for hf" in explain(f"{ROLLOUT}.name")
+    assert "works for bfloat16, float32" in explain(f"{ROLLOUT}.dtype")
     assert "legacy spelling of" in explain(f"{ACTOR}.grad_clip")
     assert "accepted without effect" in explain(f"{ROLLOUT}.mode")
     assert "refused" in explain(f"{ACTOR}.ppo_micro_batch_size")

@@ -127,7 +127,6 @@ def test_the_tree_is_frozen_and_pickles(tmp_path):
         ("data.gen_batch_size=16", "data.gen_batch_size"),
         ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_rank"),
         ("actor_rollout_ref.model.mtp.enable=True", "actor_rollout_ref.model.mtp.enable"),
-        (f"{ROLLOUT}.engine_kwargs.vllm.x=1", f"{ROLLOUT}.engine_kwargs.vllm"),
         (f"{ACTOR}.fsdp_config.dtype=fp16", f"{ACTOR}.fsdp_config.dtype"),
         ("rewards.my_domain.tag_included=[a]", "rewards.my_domain"),
         ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode"),

@@ -69,7 +69,8 @@ class Cpu(Platform):
         """ValueError for sizes that vLLM's CPU kernels do not know, and for expert parallelism.
 
         Eager always: compilation takes longer than a rehearsal. The rotary kernel ignores the stride of sliced
-        inputs (latent attention, wrong by 4e-3 to 6e-2), so the plain one runs."""
+        inputs (latent attention, wrong by 4e-3 to 6e-2), so the plain one runs. Prompts are never cut in pieces: for
+        every piece but the last, vLLM turns the random stream of the request back, which CPU generators refuse."""
         if spec.vllm.expert_parallel_size > 1:
             raise ValueError(
                 f"got rollout.expert_parallel_size={spec.vllm.expert_parallel_size} with rollout.name=vllm on CPU; "
@@ -79,6 +80,8 @@ class Cpu(Platform):
         check_cpu_sizes(fields, spec.vllm.tensor_parallel_size)
         arguments: dict[str, Any] = {
             "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(spec.vllm.max_num_batched_tokens, spec.max_num_seqs, spec.max_model_len),
             "compilation_config": {"mode": 0, "custom_ops": ["-rotary_embedding"]},
             "kv_cache_memory_bytes": cpu_cache_bytes(spec, fields),
         }
