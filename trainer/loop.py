@@ -29,6 +29,7 @@ from trainer.credit import CreditOptions, CreditState, assign_credit
 from trainer.critic import Critic
 from trainer.dumps import rollout_rows, write_jsonl
 from trainer.group_filter import DynamicSampling
+from trainer.kl_control import KlControl, KlController, mean_kl
 from trainer.length_penalty import penalise_scores
 from trainer.loss import PolicyLoss
 from trainer.metrics import MetricLog
@@ -52,11 +53,12 @@ class Plan:
     total_steps: int
     sampling: SamplingParams
     val_sampling: SamplingParams
-    score: ForwardOptions
+    score: ForwardOptions | None
     score_reference: ForwardOptions | None
     update: ForwardOptions
     credit: CreditOptions
     loss: PolicyLoss
+    loss_kl: KlControl | None = None
     routes: RouteOptions | None = None
     remax: bool = False  # every prompt also gets a greedy answer
     filter: DynamicSampling | None = None
@@ -116,6 +118,7 @@ class Trainer:
         self.sync = WeightSync(self.policy, self.rollout)
         self.rollout.restore = self._restore_weights
         self.credit = CreditState(plan.credit)
+        self.loss_kl = KlController(plan.loss_kl) if plan.loss_kl is not None else None
         self.global_step = 0
         self.nonfinite_in_a_row = 0
         self.timings: dict[str, float] = {}
@@ -197,11 +200,16 @@ class Trainer:
         for row, each in enumerate(scored):
             if not each.counts:
                 batch.tokens["loss_mask"][batch.cu_seqlens[row] : batch.cu_seqlens[row + 1]] = 0.0
+        self.plan.loss.prepare_batch(batch, [each.item.uid for each in scored])
         with self._phase("old log-probs", "old_log_prob"):
             metrics = self.policy.score(batch, self.plan.score, self.plan.score_reference)
         if self.critic is not None:
             with self._phase("values", "values"), self.critic.turn():
                 self.critic.values(batch)
+        if routes is not None:
+            metrics |= routes.metrics
+        if self.plan.score is None:  # nobody reads the old policy before the update
+            return batch, metrics
         difference: Metrics = {}
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
             difference = probability_difference(
@@ -212,7 +220,7 @@ class Trainer:
                 log.warning(warning)
         entropy_T = batch.tokens.pop("entropy")[batch.tokens["response_mask"].bool()]
         entropy = {"actor/entropy": Metric("mean", float(entropy_T.double().sum()), entropy_T.numel())}
-        return batch, metrics | difference | entropy | (routes.metrics if routes is not None else {})
+        return batch, metrics | difference | entropy
 
     def compute_advantages(self, batch: TrainBatch, scored: list[Scored], greedy: dict[str, float | None]) -> Metrics:
         with self._phase("advantages", "adv"):
@@ -238,10 +246,19 @@ class Trainer:
         for epoch in range(actor.ppo_epochs):
             seed = actor.data_loader_seed + self.global_step * actor.ppo_epochs + epoch if actor.shuffle else None
             rows += mini_batches(num_prompts, self.plan.sampling.n, actor.ppo_mini_batch_size, seed)
+        loss = self.plan.loss
+        if self.loss_kl is not None:
+            loss = loss.with_kl_coef(self.loss_kl.coefficient(self.global_step))
         with self._phase("update", "update_actor"):
-            metrics = self.policy.update(batch, rows, self.plan.loss, self.plan.update, self.global_step)
+            metrics = self.policy.update(batch, rows, loss, self.plan.update, self.global_step)
+        if self.loss_kl is not None and self.plan.loss_kl.type == "adaptive":
+            self.loss_kl.update(mean_kl(batch, loss.options.kl_loss_type), len(batch))
         metrics["mask/final_mask_sum_eq_0"] = Metric("last", float(not batch.tokens["loss_mask"].any()))
-        metrics.pop("actor/entropy", None)  # the pass before the updates has measured it on all tokens
+        if self.plan.score is not None:
+            metrics.pop("actor/entropy", None)  # the pass before the updates has measured it on all tokens
+        else:
+            for warning in self.monitor.check(self.global_step + 1, metrics):
+                log.warning(warning)
         self._check_finite(metrics)
         return metrics
 
@@ -293,6 +310,7 @@ class Trainer:
             "credit": self.credit.state_dict(),
             "validation": self.validator.state_dict(),
             "monitor": self.monitor.state_dict(),
+            "loss_kl": self.loss_kl.state_dict() if self.loss_kl is not None else {},
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "metrics": self._complete(row),
             "fingerprint": fingerprint(self.config),
@@ -342,6 +360,8 @@ class Trainer:
         self.credit.load_state_dict(state["credit"])
         self.validator.load_state_dict(state["validation"])
         self.monitor.load_state_dict(state["monitor"])
+        if self.loss_kl is not None:
+            self.loss_kl.load_state_dict(state["loss_kl"])
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         if self.global_step not in self.metrics.csv.steps:  # killed after the save, before the row was written
             self.metrics.write(state["metrics"])
