@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.logprobs import sum_pi_squared, token_log_probs
-from trainer.loss import LossOptions, PolicyLoss
+from trainer.update.loss import LossOptions, PolicyLoss
 
 # Beyond the logits, in units of their size: the gradient, one chunk of rows, and allocators that keep some slack.
 BOUNDS = {"log-probs": 1.5, "log-probs, entropy": 1.5, "sum pi^2": 0.5}

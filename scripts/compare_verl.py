@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from engines.batch import PolicyOutput, TrainBatch, ValueOutput
-from trainer.advantage import compute_advantages
-from trainer.advantage_input import AdvantageInput, AdvantageOptions
 from trainer.batching import denominators
-from trainer.correction import CorrectionOptions, Rejection, correct
-from trainer.importance import WeightRule
+from trainer.credit.advantage import compute_advantages
+from trainer.credit.advantage_input import AdvantageInput, AdvantageOptions
+from trainer.credit.correction import CorrectionOptions, Rejection, correct
+from trainer.credit.importance import WeightRule
 from trainer.kl import kl_estimate
 from trainer.kl_control import KlControl, KlController
-from trainer.loss import AGG_MODES, LossOptions, PolicyLoss
-from trainer.value_loss import ValueLoss
+from trainer.update.loss import AGG_MODES, LossOptions, PolicyLoss
+from trainer.update.value_loss import ValueLoss
 
 VERSION = "0.9.1"
 TOLERANCE = 1e-6

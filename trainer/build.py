@@ -11,21 +11,21 @@ from typing import Any
 from engines import check_train_engine
 from engines.device import get_device
 from trainer import checkpoint, wiring, wiring_credit, wiring_critic, wiring_loss
-from trainer.advantage import find_estimator
 from trainer.cluster import Cluster
 from trainer.config import Config, Loaded, diff, fingerprint, save_config
 from trainer.config.schema_reward import SCORER_FIELDS
 from trainer.consistency import ConsistencyLimits, ConsistencyMonitor
-from trainer.console import Console
-from trainer.critic import Critic
+from trainer.credit.advantage import find_estimator
+from trainer.credit.sample_weights import check_difficulties
 from trainer.loop import Plan, Rooms, Trainer
-from trainer.loss import PolicyLoss
-from trainer.metrics import MetricLog
 from trainer.placement import Roles, start_workers
-from trainer.policy import Policy
 from trainer.prompts import PromptSource, read_sources, report_text, write_report
+from trainer.report.console import Console
+from trainer.report.metrics import MetricLog
 from trainer.reward import SCORED_DOMAINS, SPARE_S, TIMEOUT_S, CustomSpec, DomainSpec, OverlongSpec, RewardManager
-from trainer.sample_weights import check_difficulties
+from trainer.update.critic import Critic
+from trainer.update.loss import PolicyLoss
+from trainer.update.policy import Policy
 
 log = logging.getLogger(__name__)
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -256,6 +256,7 @@ def _plan(config: Config, prompts: PromptSource, eos: tuple[int, ...]) -> Plan:
         remax=config.algorithm.adv_estimator == "remax",
         filter=wiring_credit.dynamic_sampling(config),
         loss=PolicyLoss(loss),
+        loss_kl=wiring_loss.loss_kl(config),
     )
 
 

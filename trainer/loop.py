@@ -18,30 +18,30 @@ from engines.base import ForwardOptions, SamplingParams
 from engines.batch import TrainBatch
 from engines.metric import Metric, Metrics
 from trainer import checkpoint
-from trainer.ahead import Ahead, InTurn
 from trainer.batching import build_batch, mini_batches
 from trainer.cluster import Cluster
-from trainer.collect import Collected, Collector
 from trainer.config import Config, fingerprint
 from trainer.consistency import ConsistencyMonitor, probability_difference
-from trainer.console import Console
-from trainer.credit import CreditOptions, CreditState, assign_credit
-from trainer.critic import Critic
-from trainer.dumps import rollout_rows, write_jsonl
-from trainer.group_filter import DynamicSampling
+from trainer.credit.assign import CreditOptions, CreditState, assign_credit
+from trainer.credit.length_penalty import penalise_scores
 from trainer.kl_control import KlControl, KlController, mean_kl
-from trainer.length_penalty import penalise_scores
-from trainer.loss import PolicyLoss
-from trainer.metrics import MetricLog
-from trainer.policy import Policy
 from trainer.prompts import PromptEncoder, PromptSource
+from trainer.report.console import Console
+from trainer.report.dumps import rollout_rows, write_jsonl
+from trainer.report.metrics import MetricLog
+from trainer.report.step_metrics import response_metrics, spread, step_performance
 from trainer.reward import RewardManager
-from trainer.rollout import RolloutGroup
+from trainer.rollout.ahead import Ahead, InTurn
+from trainer.rollout.collect import Collected, Collector
+from trainer.rollout.group import RolloutGroup
+from trainer.rollout.group_filter import DynamicSampling
+from trainer.rollout.scored import Scored
 from trainer.routing import RouteOptions, Routes, check_routes
-from trainer.scored import Scored
-from trainer.step_metrics import response_metrics, spread, step_performance
 from trainer.sync import WeightSync
-from trainer.validator import Validator
+from trainer.update.critic import Critic
+from trainer.update.loss import PolicyLoss
+from trainer.update.policy import Policy
+from trainer.validation.validator import Validator
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +119,10 @@ class Trainer:
         self.rollout.restore = self._restore_weights
         self.credit = CreditState(plan.credit)
         self.loss_kl = KlController(plan.loss_kl) if plan.loss_kl is not None else None
+        # What a step leaves to the next, beside weights and data; it goes into every checkpoint.
+        self.memory = {"credit": self.credit, "validation": self.validator, "monitor": self.monitor}
+        if self.loss_kl is not None:
+            self.memory["loss_kl"] = self.loss_kl
         self.global_step = 0
         self.nonfinite_in_a_row = 0
         self.timings: dict[str, float] = {}
@@ -307,10 +311,7 @@ class Trainer:
         state = {
             "step": self.global_step,
             "collector": self.collected_state,
-            "credit": self.credit.state_dict(),
-            "validation": self.validator.state_dict(),
-            "monitor": self.monitor.state_dict(),
-            "loss_kl": self.loss_kl.state_dict() if self.loss_kl is not None else {},
+            **{name: part.state_dict() for name, part in self.memory.items()},
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "metrics": self._complete(row),
             "fingerprint": fingerprint(self.config),
@@ -357,11 +358,8 @@ class Trainer:
         self.collected_state = state["collector"]
         changed = self.config.data.allow_changed_files
         self.collector.load_state_dict(self.collected_state, allow_changed_files=changed)
-        self.credit.load_state_dict(state["credit"])
-        self.validator.load_state_dict(state["validation"])
-        self.monitor.load_state_dict(state["monitor"])
-        if self.loss_kl is not None:
-            self.loss_kl.load_state_dict(state["loss_kl"])
+        for name, part in self.memory.items():
+            part.load_state_dict(state[name])
         self.nonfinite_in_a_row = state["nonfinite_in_a_row"]
         if self.global_step not in self.metrics.csv.steps:  # killed after the save, before the row was written
             self.metrics.write(state["metrics"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from engines.device import get_device
 from engines.spec import RolloutEngineSpec, TrainEngineSpec
 from trainer.cluster import Cluster, Pool, WorkerGroup, wait
-from trainer.rollout import RolloutGroup
+from trainer.rollout.group import RolloutGroup
 from trainer.workers import RolloutWorker, SyncSpec, TrainWorker
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from engines.transport import Sent
 from trainer import cluster
 from trainer.cluster import WorkerFailed
-from trainer.policy import Policy
-from trainer.rollout import RolloutGroup
+from trainer.rollout.group import RolloutGroup
+from trainer.update.policy import Policy
 
 ATTEMPTS = 3  # updates that may lose replicas in a row
 

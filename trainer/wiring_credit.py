@@ -1,17 +1,17 @@
-"""Configuration -> what turns scores into advantages (trainer/credit.py) and which groups are worth it."""
+"""Configuration -> what turns scores into advantages (trainer/credit/assign.py) and which groups are worth it."""
 
 from __future__ import annotations
 
-from trainer.advantage_input import AdvantageOptions
 from trainer.config import Config
-from trainer.correction import CorrectionOptions
-from trainer.credit import CreditOptions, RewardKl
-from trainer.group_filter import DynamicSampling, FilterOptions
+from trainer.credit.advantage_input import AdvantageOptions
+from trainer.credit.assign import CreditOptions, RewardKl
+from trainer.credit.correction import CorrectionOptions
+from trainer.credit.length_penalty import LengthPenaltyOptions
+from trainer.credit.reward_norm import RewardNormOptions
+from trainer.credit.sample_masks import MaskOptions
+from trainer.credit.sample_weights import WeightOptions
 from trainer.kl_control import KlControl
-from trainer.length_penalty import LengthPenaltyOptions
-from trainer.reward_norm import RewardNormOptions
-from trainer.sample_masks import MaskOptions
-from trainer.sample_weights import WeightOptions
+from trainer.rollout.group_filter import DynamicSampling, FilterOptions
 
 CORRECT = 1.0  # accuracy of a right answer unless algorithm.correct_threshold says otherwise
 

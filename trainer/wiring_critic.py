@@ -8,8 +8,8 @@ from engines.base import ForwardOptions
 from engines.spec import TrainEngineSpec
 from trainer import wiring
 from trainer.config import Config
-from trainer.critic import CriticPlan
-from trainer.value_loss import ValueLoss
+from trainer.update.critic import CriticPlan
+from trainer.update.value_loss import ValueLoss
 
 
 def critic_spec(config: Config, device: str, total_steps: int) -> TrainEngineSpec | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trainer.config import Config
 from trainer.config.thresholds import rejection_bounds, weight_bounds
-from trainer.correction import CorrectionOptions, Rejection
-from trainer.importance import WeightRule
+from trainer.credit.correction import CorrectionOptions, Rejection
+from trainer.credit.importance import WeightRule
 from trainer.kl_control import KlControl
-from trainer.loss_options import RATIO_CLIPPING, LossOptions
+from trainer.update.loss_options import RATIO_CLIPPING, LossOptions
 
 
 def loss_options(config: Config) -> LossOptions:

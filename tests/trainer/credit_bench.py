@@ -7,7 +7,7 @@ from engines.batch import TrainBatch
 from trainer.batching import build_batch
 from trainer.prompts import Message, PromptItem, Row
 from trainer.reward import RewardResult
-from trainer.scored import Scored
+from trainer.rollout.scored import Scored
 
 PROMPT = (7, 8)
 

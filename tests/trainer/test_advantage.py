@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.batch import TrainBatch
-from trainer.advantage import ADVANTAGES, AdvantageInput, AdvantageOptions, compute_advantages, find_estimator, whiten
+from trainer.credit.advantage import (
+    ADVANTAGES,
+    AdvantageInput,
+    AdvantageOptions,
+    compute_advantages,
+    find_estimator,
+    whiten,
+)
 
 PROMPT = 2
 
@@ -347,7 +354,7 @@ def test_custom_estimator_by_module_and_function():
     assert per_sample("tests.trainer.test_advantage:double_rewards", [1.5, 0.0], "ab") == [3.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["grop", "no.such.module:f", "trainer.advantage:no_such_function"])
+@pytest.mark.parametrize("name", ["grop", "no.such.module:f", "trainer.credit.advantage:no_such_function"])
 def test_unknown_estimators_fail_by_name(name):
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         find_estimator(name)

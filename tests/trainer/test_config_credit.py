@@ -4,11 +4,11 @@ import pytest
 
 from tests.trainer.config_bench import ACTOR, ROLLOUT, errors, load
 from trainer import wiring_credit
-from trainer.credit import CreditOptions
+from trainer.credit.assign import CreditOptions
+from trainer.credit.length_penalty import LengthPenaltyOptions
+from trainer.credit.sample_masks import MaskOptions
+from trainer.credit.sample_weights import WeightOptions
 from trainer.kl_control import KlControl
-from trainer.length_penalty import LengthPenaltyOptions
-from trainer.sample_masks import MaskOptions
-from trainer.sample_weights import WeightOptions
 
 A, PENALTY, FILTER = "algorithm", "reward.length_penalty", "algorithm.filter_groups"
 

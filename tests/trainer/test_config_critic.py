@@ -7,7 +7,7 @@ import pytest
 from engines.spec import FsdpSpec, LrSchedule, MegatronSpec
 from tests.trainer.config_bench import ACTOR, ROLLOUT, errors, load
 from trainer import wiring_critic
-from trainer.value_loss import ValueLoss
+from trainer.update.value_loss import ValueLoss
 
 GAE = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=3")
 MEGATRON = "model_engine=megatron"

@@ -5,8 +5,8 @@ import pytest
 from tests.trainer.config_bench import ACTOR, ROLLOUT, errors, load
 from trainer import wiring
 from trainer.config.thresholds import BadBounds, rejection_bounds, weight_bounds
-from trainer.correction import CorrectionOptions, Rejection
-from trainer.importance import WeightRule
+from trainer.credit.correction import CorrectionOptions, Rejection
+from trainer.credit.importance import WeightRule
 from trainer.wiring_loss import clip_text, correction_options, leaves_out_old_pass, loss_kl, loss_options
 
 LOSS, CORRECTION, CONTROL = f"{ACTOR}.policy_loss", "algorithm.rollout_correction", "algorithm.kl_ctrl"

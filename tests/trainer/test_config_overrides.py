@@ -28,7 +28,7 @@ def test_unknown_key_names_its_neighbours_word_for_word(prefix):
     [
         ("actor_rollout_ref.rolout.temperature=0.7", "actor_rollout_ref.rollout.temperature=0.7"),
         ("trainer.total_training_step=5", "trainer.total_training_steps=5"),
-        ("trainer.rollout.n=5", "actor_rollout_ref.rollout.n=5"),
+        ("trainer.rollout.group.n=5", "actor_rollout_ref.rollout.n=5"),
         ("actor_rollout_ref.model.temperature=0.7", "actor_rollout_ref.rollout.temperature=0.7"),
         ("data.trian_files=a", "data.train_files=a"),
         ("model_engin=fsdp", "model_engine=fsdp"),

@@ -1,6 +1,6 @@
 from rich.console import Console as RichConsole
 
-from trainer.console import Console
+from trainer.report.console import Console
 
 
 def _console(enabled: bool = True) -> Console:

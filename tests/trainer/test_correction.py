@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.batch import TrainBatch
-from trainer.correction import CorrectionOptions, Rejection, correct
-from trainer.importance import WeightRule, raw_weights, segments
+from trainer.credit.correction import CorrectionOptions, Rejection, correct
+from trainer.credit.importance import WeightRule, raw_weights, segments
 
 RHO = [[0.5, 1.2, 3.0], [1.0, 1.1]]
 ROLLOUT = [[-1.0, -0.5, -2.0], [-0.3, -0.7]]

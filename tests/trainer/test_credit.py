@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 
 from engines.batch import PolicyOutput, TrainBatch
 from tests.trainer.credit_bench import PROMPT, batch_of, one
-from trainer.advantage_input import AdvantageOptions
 from trainer.batching import balance, denominators, scatter
-from trainer.correction import CorrectionOptions, Rejection
-from trainer.credit import CreditOptions, CreditState, RewardKl, assign_credit
-from trainer.importance import WeightRule
+from trainer.credit.advantage_input import AdvantageOptions
+from trainer.credit.assign import CreditOptions, CreditState, RewardKl, assign_credit
+from trainer.credit.correction import CorrectionOptions, Rejection
+from trainer.credit.importance import WeightRule
+from trainer.credit.length_penalty import LengthPenaltyOptions
+from trainer.credit.reward_norm import RewardNormOptions
+from trainer.credit.sample_masks import MaskOptions
+from trainer.credit.sample_weights import WeightOptions
 from trainer.kl_control import KlControl
-from trainer.length_penalty import LengthPenaltyOptions
-from trainer.loss import LossOptions, PolicyLoss
-from trainer.reward_norm import RewardNormOptions
-from trainer.sample_masks import MaskOptions
-from trainer.sample_weights import WeightOptions
+from trainer.update.loss import LossOptions, PolicyLoss
 
 START = len(PROMPT)
 

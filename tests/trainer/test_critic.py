@@ -9,9 +9,9 @@ from engines.spec import FsdpSpec, LrSchedule, MegatronSpec, ModelSpec, OptimSpe
 from tests.tiny import write_tiny_model
 from tests.trainer.test_cluster import REPOSITORY
 from trainer.cluster import Cluster, Pool
-from trainer.critic import Critic, CriticPlan
-from trainer.policy import Policy
-from trainer.value_loss import ValueLoss
+from trainer.update.critic import Critic, CriticPlan
+from trainer.update.policy import Policy
+from trainer.update.value_loss import ValueLoss
 from trainer.workers import TrainWorker
 
 BACKENDS = {

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.trainer.credit_bench import one
-from trainer.group_filter import HARD_LIMIT, DynamicSampling, FilterOptions, groups_of, judge, metric_value
-from trainer.scored_state import from_json, to_json
+from trainer.rollout.group_filter import HARD_LIMIT, DynamicSampling, FilterOptions, groups_of, judge, metric_value
+from trainer.rollout.scored_state import from_json, to_json
 
 PREFIX = "training/filter_groups"
 

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.trainer.credit_bench import batch_of, one
-from trainer.advantage import AdvantageInput, AdvantageOptions, compute_advantages
-from trainer.length_penalty import LengthPenaltyOptions, advantage_shift, penalise_scores
+from trainer.credit.advantage import AdvantageInput, AdvantageOptions, compute_advantages
+from trainer.credit.length_penalty import LengthPenaltyOptions, advantage_shift, penalise_scores
 
 HALF = dict(coef=0.5, free_len=1000, max_len=2048)
 # three right answers of ratio 0, .25 and 1

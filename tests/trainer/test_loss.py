@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.metric import merge
 from trainer.batching import balance, denominators, scatter
-from trainer.importance import WeightRule
-from trainer.loss import AGG_MODES, LossOptions, PolicyLoss, aggregate
-from trainer.policy_loss import LOSSES
+from trainer.credit.importance import WeightRule
+from trainer.update.loss import AGG_MODES, LossOptions, PolicyLoss, aggregate
+from trainer.update.policy_loss import LOSSES
 
 
 def make_batch(rows, **tokens):

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from engines.batch import PolicyOutput, TrainBatch
 from engines.metric import merge
 from trainer.batching import balance, denominators, sample_key, scatter
-from trainer.covariance import covariance, select_cov
-from trainer.importance import WeightRule
-from trainer.length_loss import length_weights
-from trainer.loss import LossOptions, PolicyLoss
+from trainer.credit.importance import WeightRule
+from trainer.update.covariance import covariance, select_cov
+from trainer.update.length_loss import length_weights
+from trainer.update.loss import LossOptions, PolicyLoss
 
 SEEDS = (1, 0, 0)
 CLIP = LossOptions(loss_mode="clip_cov", clip_cov_ratio=0.5)

@@ -13,8 +13,8 @@ from engines.spec import FsdpSpec, LrSchedule, MegatronSpec, ModelSpec, OptimSpe
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 from trainer.batching import denominators, in_order, scatter
-from trainer.importance import WeightRule
-from trainer.loss import LOSSES, LossOptions, PolicyLoss
+from trainer.credit.importance import WeightRule
+from trainer.update.loss import LOSSES, LossOptions, PolicyLoss
 
 pytestmark = pytest.mark.gloo
 

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from engines.metric import Metric, merge, over_optimizer_steps
-from trainer.metrics import LEADING_COLUMNS, CsvLog, MetricLog
+from trainer.report.metrics import LEADING_COLUMNS, CsvLog, MetricLog
 
 
 def _read(path: Path) -> list[dict[str, str]]:

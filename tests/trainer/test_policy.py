@@ -9,8 +9,8 @@ from engines.base import ForwardOptions
 from engines.batch import PolicyOutput, TrainBatch
 from engines.metric import Metric
 from trainer import ranks as ranks_module
-from trainer.loss import LossOptions, PolicyLoss
-from trainer.policy import Policy
+from trainer.update.loss import LossOptions, PolicyLoss
+from trainer.update.policy import Policy
 from trainer.workers import Scores
 
 OPTIONS = ForwardOptions(micro_batch_size=1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.reward_norm import Moments, RewardNormOptions, normalise
+from trainer.credit.reward_norm import Moments, RewardNormOptions, normalise
 
 KINDS = ("none", "batch", "group", "running")
 

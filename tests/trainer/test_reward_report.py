@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.config_bench import errors, values
 from trainer.prompts import Message, PromptItem, Row
 from trainer.reward import RewardResult
-from trainer.reward_report import (
+from trainer.validation.reward_report import (
     ReportSample,
     build_report,
     from_scored,

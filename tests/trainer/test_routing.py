@@ -6,8 +6,8 @@ import torch
 from engines.base import Sample
 from engines.routes import RouteShape
 from trainer.reward.result import RewardResult
+from trainer.rollout.scored import Scored
 from trainer.routing import RouteOptions, check_routes
-from trainer.scored import Scored
 
 SHAPE = RouteShape(layers=3, moe_layers=(1, 2), experts=8, topk=2)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.credit_bench import one
-from trainer.sample_masks import MaskOptions, sample_masks
+from trainer.credit.sample_masks import MaskOptions, sample_masks
 
 
 def kept(scored, **options):

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.credit_bench import one
-from trainer.sample_weights import WeightOptions, check_difficulties, difficulty, sample_weights
+from trainer.credit.sample_weights import WeightOptions, check_difficulties, difficulty, sample_weights
 
 FIELD = WeightOptions("field", (4.0, 8.0))
 

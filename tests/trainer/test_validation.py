@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from trainer.validation import (
+from trainer.validation.history import ValidationHistory
+from trainer.validation.summary import (
     ValRecord,
     bootstrap,
     draw_sizes,
@@ -18,7 +19,6 @@ from trainer.validation import (
     summarise,
     write_samples,
 )
-from trainer.validation_history import ValidationHistory
 
 
 def record(uid="p", index=0, acc=1.0, tag="t", pred=None, score=None, length=10, finish="stop", failed=False):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engines.batch import Denominators, TrainBatch, ValueOutput
 from engines.metric import merge
 from trainer.batching import denominators
-from trainer.loss import AGG_MODES
-from trainer.value_loss import ValueLoss, explained_variance
+from trainer.update.loss import AGG_MODES
+from trainer.update.value_loss import ValueLoss, explained_variance
 
 
 def run(loss, values_T, batch, counts=None):

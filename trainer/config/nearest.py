@@ -56,7 +56,7 @@ def suggestions(key: str, engine: str) -> list[str]:
 
 
 def _common_tail(key: str, name: str) -> int:
-    """Parts that agree from the end: 2 for trainer.rollout.n and actor_rollout_ref.rollout.n."""
+    """Parts that agree from the end: 2 for trainer.rollout.group.n and actor_rollout_ref.rollout.n."""
     pairs = zip(reversed(key.split(".")), reversed(name.split(".")), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from engines.batch import TrainBatch
 from trainer.by_sample import mean_by_sample
-from trainer.importance import raw_weights
+from trainer.credit.importance import raw_weights
 from trainer.own_function import load_function
 
 if TYPE_CHECKING:
-    from trainer.loss_options import LossOptions
+    from trainer.update.loss_options import LossOptions
 
 LOG_RATIO_LIMIT = 20.0  # per-token log-ratios are clipped here before exp
 SAMPLE_LOG_RATIO_LIMIT = 10.0  # upper clip of a sample's mean log-ratio (gspo)
@@ -135,7 +135,7 @@ def gpg(x: LossInput, options: LossOptions) -> LossTerms:
 
 
 def clip_cov(x: LossInput, options: LossOptions) -> LossTerms:
-    """PPO's clipped loss without the tokens that would cost most entropy (arXiv 2505.22617; trainer/covariance.py).
+    """PPO's clipped loss without the tokens that would cost most entropy (arXiv 2505.22617; covariance.py).
 
     A selected token that is clipped anyway keeps its loss, which has no gradient.
     """
@@ -146,7 +146,7 @@ def clip_cov(x: LossInput, options: LossOptions) -> LossTerms:
 
 
 def kl_cov(x: LossInput, options: LossOptions) -> LossTerms:
-    """-A r, and coef |D| on the tokens that would cost most entropy (arXiv 2505.22617; trainer/covariance.py)."""
+    """-A r, and coef |D| on the tokens that would cost most entropy (arXiv 2505.22617; covariance.py)."""
     selected_T = x.token("cov_selected")
     distance_T = x.difference_T.abs()
     loss_T = -x.advantages_T * x.ratio_T + options.ppo_kl_coef * selected_T * distance_T

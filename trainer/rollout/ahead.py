@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from trainer.collect import Collected
+from trainer.rollout.collect import Collected
 
 
 class InTurn:

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from engines.batch import TrainBatch
 from engines.metric import Metric, Metrics
-from trainer.advantage import compute_advantages
-from trainer.advantage_input import AdvantageInput, AdvantageOptions
 from trainer.by_sample import sample_of_token
-from trainer.correction import CorrectionOptions, correct
+from trainer.credit.advantage import compute_advantages
+from trainer.credit.advantage_input import AdvantageInput, AdvantageOptions
+from trainer.credit.correction import CorrectionOptions, correct
+from trainer.credit.length_penalty import LengthPenaltyOptions, advantage_shift
+from trainer.credit.reward_norm import Moments, RewardNormOptions, normalise
+from trainer.credit.sample_masks import MaskOptions, sample_masks
+from trainer.credit.sample_weights import WeightOptions, sample_weights
 from trainer.kl import penalised_rewards
 from trainer.kl_control import KlControl, KlController, mean_kl
-from trainer.length_penalty import LengthPenaltyOptions, advantage_shift
-from trainer.reward_norm import Moments, RewardNormOptions, normalise
-from trainer.sample_masks import MaskOptions, sample_masks
-from trainer.sample_weights import WeightOptions, sample_weights
-from trainer.scored import Scored
+from trainer.rollout.scored import Scored
 
 
 @dataclass(frozen=True)

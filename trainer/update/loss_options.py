@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from trainer.importance import WeightRule
+from trainer.credit.importance import WeightRule
 from trainer.kl import check_kl_type
-from trainer.policy_loss import find_loss
+from trainer.update.policy_loss import find_loss
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AGG_MODES: tuple[str, ...] = get_args(AggMode)
@@ -18,7 +18,7 @@ RATIO_CLIPPING = ("vanilla", "gspo", "cispo", "clip_cov")  # their interval is [
 class LossOptions:
     """Names follow `actor_rollout_ref.actor.*`.
 
-    loss_mode                        a key of LOSSES, or "module:function" (trainer/policy_loss.py says how)
+    loss_mode                        a key of LOSSES, or "module:function" (trainer/update/policy_loss.py says how)
     clip_ratio_low, clip_ratio_high  distances from 1 of the ratio interval (gspo: of the sample ratio; geo_mean: in
                                      log space; dppo_*: divergence bounds)
     clip_ratio_c                     dual clip of vanilla, None is off; ratio cap of dppo_*
@@ -26,7 +26,7 @@ class LossOptions:
     dro_beta                         strength of dro's quadratic penalty
     clip_cov_*                       share of tokens without loss, and the covariances they may have
     kl_cov_ratio, ppo_kl_coef        share of tokens that get coef |D| on top
-    length_loss_coef                 weight of the differentiable length loss (trainer/length_loss.py)
+    length_loss_coef                 weight of the differentiable length loss (trainer/update/length_loss.py)
     length_free_len, length_max_len  response tokens at which its penalty begins and is full
     rollout_weights                  importance weights inside loss_mode bypass_reinforce; None: all 1
     bypass                           old log-probs are the rollout's: the loss reports how far the policy is from them

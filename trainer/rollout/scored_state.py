@@ -13,7 +13,7 @@ from torch import Tensor
 from engines.base import Sample
 from trainer.prompts import Message, PromptItem, Row
 from trainer.reward import RewardResult
-from trainer.scored import Scored
+from trainer.rollout.scored import Scored
 
 
 def to_json(scored: Scored) -> dict[str, Any]:

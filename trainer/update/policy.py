@@ -12,8 +12,8 @@ from engines.batch import TrainBatch
 from engines.metric import Metrics
 from trainer.batching import balance_metrics, gather, scatter
 from trainer.cluster import WorkerGroup
-from trainer.loss import PolicyLoss
-from trainer.ranks import Ranks
+from trainer.update.loss import PolicyLoss
+from trainer.update.ranks import Ranks
 
 
 class Policy:

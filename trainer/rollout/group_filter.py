@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engines.metric import Metric, Metrics
-from trainer.scored import Scored
-from trainer.scored_state import from_json, to_json
+from trainer.rollout.scored import Scored
+from trainer.rollout.scored_state import from_json, to_json
 
 KEY = "algorithm.filter_groups"
 HARD_LIMIT = 64  # rounds per step, whatever the configuration says: no run may generate for ever

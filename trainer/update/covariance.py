@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from engines.batch import TrainBatch
-from trainer.loss_options import LossOptions
+from trainer.update.loss_options import LossOptions
 
 
 def select_cov(mini: TrainBatch, options: LossOptions, seeds: tuple[int, ...]) -> Tensor:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engines.metric import Metrics
+from trainer.credit.sample_masks import pass_rates
 from trainer.prompts import Row
-from trainer.sample_masks import pass_rates
-from trainer.scored import Scored
-from trainer.step_metrics import spread
+from trainer.report.step_metrics import spread
+from trainer.rollout.scored import Scored
 
 NUMBER = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*\+?\s*")  # "8.0+" is 8.0
 

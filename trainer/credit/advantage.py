@@ -11,15 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from engines.metric import Metric, Metrics
-from trainer.advantage_input import AdvantageInput, AdvantageOptions
-from trainer.advantage_tokens import gae, optimal_token_baseline, reinforce, reinforce_plus_plus, remax
-from trainer.whitening import whiten, whiten_by_domain
+from trainer.credit.advantage_input import AdvantageInput, AdvantageOptions
+from trainer.credit.advantage_tokens import gae, optimal_token_baseline, reinforce, reinforce_plus_plus, remax
+from trainer.credit.whitening import whiten, whiten_by_domain
+from trainer.own_function import load_function
 
 EPS = 1e-6  # added to a standard deviation before dividing
 
@@ -74,25 +74,8 @@ def find_estimator(name: str) -> Estimator:
     """Look up a built-in name or import "module:function"; call it at start so that a wrong name fails early."""
     if name in ADVANTAGES:
         return ADVANTAGES[name]
-    module, _, function = name.partition(":")
-    if not function:
-        raise ValueError(
-            f"got algorithm.adv_estimator={name!r}; expected one of {sorted(ADVANTAGES)} or 'module:function'; "
-            "correct the name or give an importable function"
-        )
-    try:
-        loaded = vars(import_module(module))
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"got algorithm.adv_estimator={name!r}, but importing {module!r} failed: {error}; "
-            "expected an importable module; correct the name or extend PYTHONPATH"
-        ) from error
-    if not callable(loaded.get(function)):
-        raise ValueError(
-            f"got algorithm.adv_estimator={name!r}, but module {module!r} has no function {function!r}; "
-            "expected a function (AdvantageInput, AdvantageOptions) -> (advantages_T, returns_T); correct the name"
-        )
-    return loaded[function]
+    signature = "(AdvantageInput, AdvantageOptions) -> (advantages_T, returns_T)"
+    return load_function(name, "algorithm.adv_estimator", sorted(ADVANTAGES), signature)
 
 
 def grpo(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:

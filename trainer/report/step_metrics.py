@@ -22,7 +22,7 @@ def spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def response_metrics(scored: Sequence) -> Metrics:
-    """Lengths, end reasons and rewards of a step's samples (`trainer.scored.Scored`), also per tag."""
+    """Lengths, end reasons and rewards of a step's samples (`trainer.rollout.scored.Scored`), also per tag."""
     alive = [each for each in scored if each.sample.finish_reason != "abort"]
     valid = [each for each in scored if each.counts]
     metrics: Metrics = {

@@ -1,6 +1,6 @@
 """Rooms 1 to 3: prompts are drawn, answered and scored; a step's samples come out.
 
-Scoring runs while others still decode. With dynamic sampling a step takes several rounds (trainer/group_filter.py).
+Scoring runs while others still decode. With dynamic sampling a step takes several rounds (group_filter.py).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 from engines.base import Prompt, SamplingParams
 from engines.metric import Metric, Metrics
-from trainer.console import Console
-from trainer.group_filter import DynamicSampling
 from trainer.prompts import PromptEncoder, PromptItem, PromptSource
+from trainer.report.console import Console
 from trainer.reward import RewardManager
-from trainer.rollout import RolloutGroup
-from trainer.scored import Scored
+from trainer.rollout.group import RolloutGroup
+from trainer.rollout.group_filter import DynamicSampling
+from trainer.rollout.scored import Scored
 
 
 @dataclass

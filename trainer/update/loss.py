@@ -20,11 +20,11 @@ from engines.batch import Denominators, PolicyOutput, TrainBatch
 from engines.metric import Metric, Metrics
 from trainer.by_sample import sample_of_token, sum_by_sample
 from trainer.consistency import DIFF, LOG_DIFF
-from trainer.covariance import select_cov
 from trainer.kl import kl_estimate
-from trainer.length_loss import length_weights
-from trainer.loss_options import AGG_MODES, AggMode, LossOptions
-from trainer.policy_loss import LOSSES, SELECT_BY_COVARIANCE, LossInput, find_loss
+from trainer.update.covariance import select_cov
+from trainer.update.length_loss import length_weights
+from trainer.update.loss_options import AGG_MODES, AggMode, LossOptions
+from trainer.update.policy_loss import LOSSES, SELECT_BY_COVARIANCE, LossInput, find_loss
 
 __all__ = ["AGG_MODES", "LOSSES", "AggMode", "LossOptions", "PolicyLoss", "aggregate"]
 

@@ -5,7 +5,7 @@ Shape legend: T packed tokens, B samples.
 Three policies are told apart (arXiv 2110.00641): *rollout* sampled, *old* is the training engine's view of the same
 weights, *current* is being updated. With rho = exp(old - rollout), once per step and before any split:
 
-- importance weights multiply the policy loss of each token (trainer/importance.py);
+- importance weights multiply the policy loss of each token (trainer/credit/importance.py);
 - rejection rules edit the mask, so that denominators shrink and a sample may leave its group's statistics;
 - a sample whose rollout log-probs are missing is dropped.
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from engines.batch import TrainBatch
 from engines.metric import Metric, Metrics
 from trainer.by_sample import mean_by_sample, sample_of_token, sum_by_sample
-from trainer.importance import LOG_LIMIT, WeightRule, raw_weights
+from trainer.credit.importance import LOG_LIMIT, WeightRule, raw_weights
 
 PREFIX = "rollout_corr"
 BY_SAMPLE = ("sequence", "geometric")  # weight kinds with one value per sample

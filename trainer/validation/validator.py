@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from engines.base import SamplingParams
-from trainer.collect import Collector
 from trainer.config import Config
-from trainer.console import Console
 from trainer.prompts import PromptSource
-from trainer.reward_report import from_scored, refuse_flat, report_lines, write_reward_report
-from trainer.scored import Scored
-from trainer.validation import ValRecord, sample_table, summarise, write_samples
-from trainer.validation_history import ValidationHistory
+from trainer.report.console import Console
+from trainer.rollout.collect import Collector
+from trainer.rollout.scored import Scored
+from trainer.validation.history import ValidationHistory
+from trainer.validation.reward_report import from_scored, refuse_flat, report_lines, write_reward_report
+from trainer.validation.summary import ValRecord, sample_table, summarise, write_samples
 
 log = logging.getLogger(__name__)
 

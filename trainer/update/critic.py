@@ -14,8 +14,8 @@ from engines.base import ForwardOptions
 from engines.batch import TrainBatch
 from engines.metric import Metrics
 from trainer.batching import gather, mini_batches, scatter
-from trainer.ranks import Ranks
-from trainer.value_loss import ValueLoss, explained_variance
+from trainer.update.ranks import Ranks
+from trainer.update.value_loss import ValueLoss, explained_variance
 
 # What the loss reads: nothing else of a batch travels to the ranks.
 READS = ("loss_mask", "returns", "values")

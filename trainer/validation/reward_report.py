@@ -1,6 +1,6 @@
 """Does the reward say anything? Scores of sampled answers, before a long run depends on them.
 
-    python3 -m trainer.reward_report rollouts/4.jsonl --out DIR      the same report of a dump
+    python3 -m trainer.validation.reward_report rollouts/4.jsonl --out DIR      the same report of a dump
 
 Training with groups learns from differences within a group: a reward that hardly varies, or never within a group,
 cannot teach. Right and wrong are read from `acc` (from the score where a scorer gives none), as everywhere.
@@ -21,7 +21,7 @@ from urllib.parse import quote
 import numpy as np
 
 if TYPE_CHECKING:
-    from trainer.scored import Scored
+    from trainer.rollout.scored import Scored
 
 BINS = 20
 SHOWN = 5  # best and worst samples of each tag

@@ -21,7 +21,7 @@ def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
 
 
 def rollout_rows(batch: TrainBatch, scored: Sequence, step: int) -> Iterator[dict]:
-    """One row per sample of a training step (`trainer.scored.Scored`, in the order of `batch`)."""
+    """One row per sample of a training step (`trainer.rollout.scored.Scored`, in the order of `batch`)."""
     advantages = batch.rows(batch.tokens["advantages"])
     for each, advantages_S in zip(scored, advantages, strict=True):
         yield {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.metric import Metric, Metrics
-from trainer.scored import Scored
+from trainer.rollout.scored import Scored
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engines.batch import Denominators, TrainBatch, ValueOutput
 from engines.metric import Metric, Metrics
-from trainer.loss import AggMode, aggregate
+from trainer.update.loss import AggMode, aggregate
 
 
 @dataclass(frozen=True)

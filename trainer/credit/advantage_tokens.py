@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainer.advantage_input import AdvantageInput, AdvantageOptions
+from trainer.credit.advantage_input import AdvantageInput, AdvantageOptions
 
 
 def gae(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def gae(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Ten
 
 
 def reinforce(samples: AdvantageInput, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Discounted reward to go, A_t = r_t + gamma A_{t+1}. Normalising the rewards first (trainer/reward_norm.py)
+    """Discounted reward to go, A_t = r_t + gamma A_{t+1}. Normalising the rewards first (trainer/credit/reward_norm.py)
     is what gives it a baseline."""
     returns_T = _returns(samples, options.gamma)
     return returns_T, returns_T

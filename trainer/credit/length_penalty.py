@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from engines.metric import Metric, Metrics
+from trainer.credit.sample_masks import accuracy
 from trainer.kl_control import Interpolation, check_schedule, scheduled
-from trainer.sample_masks import accuracy
-from trainer.scored import Scored
+from trainer.rollout.scored import Scored
 
 KEY = "reward.length_penalty"
 

@@ -1,0 +1,1 @@
+"""Room 5: what is minimised, and the models it moves."""

@@ -1,0 +1,1 @@
+"""Accuracy over time, and whether the reward says anything."""
