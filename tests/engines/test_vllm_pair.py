@@ -99,7 +99,7 @@ def test_arguments_that_the_adapter_needs_cannot_be_taken_over(tmp_path):
         engine_arguments(own, Path(own.model.path), platform_of("cpu"))
     own = replace(own, engine_kwargs={"compilation_config": {"level": 1}, "block_size": 32})
     got = engine_arguments(own, Path(own.model.path), platform_of("cpu"))
-    assert got["compilation_config"] == {"mode": 0, "custom_ops": ["-rotary_embedding"], "level": 1}
+    assert got["compilation_config"] == {"mode": 0, "level": 1}
     assert got["block_size"] == 32 and got["load_format"] == "dummy"
 
 
@@ -110,6 +110,13 @@ def test_prompts_are_not_cut_in_pieces_on_cpu(tmp_path):
     assert got["enable_chunked_prefill"] is False and got["max_num_batched_tokens"] == LONGEST
     got = engine_arguments(own, Path(own.model.path), platform_of("cuda"))
     assert got["enable_chunked_prefill"] is True and got["max_num_batched_tokens"] == 100
+
+
+def test_latent_attention_does_without_the_rotary_kernel_and_others_keep_it(tmp_path):
+    for kind, expected in (("deepseek_v3", {"mode": 0, "custom_ops": ["-rotary_embedding"]}), ("qwen3", {"mode": 0})):
+        own = spec(write_model(tmp_path / kind, kind))
+        got = engine_arguments(own, Path(own.model.path), platform_of("cpu"))
+        assert got["compilation_config"] == expected
 
 
 def test_expert_parallelism_is_refused_on_cpu_only(tmp_path):

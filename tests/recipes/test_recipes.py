@@ -36,7 +36,8 @@ REAL = {
 }
 TINY = {"tiny_qwen3_moe_megatron": "qwen3_moe", "tiny_glm5_dsa_megatron": "glm_moe_dsa"}
 # CPU recipes on a dense model.
-OTHERS = ("quickstart_addition", "tiny_ppo_critic", "tiny_dapo", "tiny_gspo", "tiny_reinforce")
+LEARN = ("tiny_ppo_critic", "tiny_dapo", "tiny_gspo", "tiny_reinforce")
+OTHERS = ("quickstart_addition", *LEARN, "tiny_rlvr_mixed")
 # What this release refuses in them, in the words of their headers. Building it must shorten this table.
 REFUSED = {
     "glm5_dsa_megatron_npu": "data_parallel_size",

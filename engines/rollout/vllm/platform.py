@@ -68,9 +68,8 @@ class Cpu(Platform):
     def arguments(self, spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
         """ValueError for sizes that vLLM's CPU kernels do not know, and for expert parallelism.
 
-        Eager always: compilation takes longer than a rehearsal. The rotary kernel ignores the stride of sliced
-        inputs (latent attention, wrong by 4e-3 to 6e-2), so the plain one runs. Prompts are never cut in pieces: for
-        every piece but the last, vLLM turns the random stream of the request back, which CPU generators refuse."""
+        Eager always: compilation takes longer than a rehearsal. Prompts are never cut in pieces: for every piece but
+        the last, vLLM turns the random stream of the request back, which CPU generators refuse."""
         if spec.vllm.expert_parallel_size > 1:
             raise ValueError(
                 f"got rollout.expert_parallel_size={spec.vllm.expert_parallel_size} with rollout.name=vllm on CPU; "
@@ -82,10 +81,12 @@ class Cpu(Platform):
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.vllm.max_num_batched_tokens, spec.max_num_seqs, spec.max_model_len),
-            "compilation_config": {"mode": 0, "custom_ops": ["-rotary_embedding"]},
+            "compilation_config": {"mode": 0},
             "kv_cache_memory_bytes": cpu_cache_bytes(spec, fields),
         }
         if "kv_lora_rank" in fields:
+            # The rotary kernel ignores the stride of the slices it gets here (wrong by 4e-3 to 6e-2).
+            arguments["compilation_config"]["custom_ops"] = ["-rotary_embedding"]
             # Where the processor has AMX vLLM would take a kernel that knows no float32; this one runs everywhere.
             arguments["attention_backend"] = "CPU_MLA"
         return arguments
