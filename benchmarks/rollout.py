@@ -30,8 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from safetensors.torch import load_file
@@ -158,7 +157,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(ROOT / "runs/models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
     parser.add_argument("--legs", nargs="+", choices=tuple(LEGS), default=["transformers", "hf", "ours", "bare"])
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=1)
