@@ -3,6 +3,7 @@
     python3 benchmarks/rollout.py                         32 prompts x 64 tokens, SmolLM2-135M in bf16
     python3 benchmarks/rollout.py --legs ours bare        only these two
     python3 benchmarks/rollout.py --model DIR --samples 4 --dtype float32
+    python3 benchmarks/rollout.py --stop --prompts 8 --samples 8 --tokens 192    answers end where they end, as in RL
 
     transformers   model.generate on one padded batch, as its documentation shows
     hf             the transformers rollout engine of this repository
@@ -10,10 +11,11 @@
     bare           one call of vllm.LLM.generate with the same SamplingParams, in vLLM's default form but for eager mode
     compiled       the same with torch.compile, vLLM's default (not part of the default run: minutes to start)
 
-Every leg lives in a process of its own and answers in turn, so a round sees one machine; end tokens are ignored, so all
-produce the same number of tokens. On a machine with other work on it the wall clock measures the others too, so tokens
-per second of processor time (all threads) are given beside it. The last line is JSON: medians of the rounds after the
-first, and ratios, which are medians of the ratios inside a round.
+Every leg lives in a process of its own and answers in turn, so a round sees one machine. End tokens are ignored, so all
+produce the same number of tokens, unless `--stop`: then a padded batch goes on until its longest answer is done, and
+tokens after an end token do not count. On a machine with other work on it the wall clock measures the others too, so
+tokens per second of processor time (all threads) are given beside it. The last line is JSON: medians of the rounds
+after the first, and ratios, which are medians of the ratios inside a round.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def prompt_ids(args: argparse.Namespace) -> list[list[int]]:
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(n=args.samples, max_new_tokens=args.tokens, ignore_eos=True)
+    ends = AutoTokenizer.from_pretrained(args.model).eos_token_id
+    return SamplingParams(n=args.samples, max_new_tokens=args.tokens, eos_token_ids=(ends,), ignore_eos=not args.stop)
 
 
 def transformers_leg(args: argparse.Namespace) -> Job:
@@ -66,11 +69,15 @@ def transformers_leg(args: argparse.Namespace) -> Job:
     ids = torch.tensor([[model.config.pad_token_id or 0] * (longest - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
 
+    (end,) = sampling_of(args).eos_token_ids
+    least = {} if args.stop else {"min_new_tokens": args.tokens}
+
     def job() -> int:
         out = model.generate(
-            ids, attention_mask=mask, do_sample=True, min_new_tokens=args.tokens, max_new_tokens=args.tokens
+            ids, attention_mask=mask, do_sample=True, top_k=0, eos_token_id=end, max_new_tokens=args.tokens, **least
         )
-        return (out.shape[1] - longest) * len(prompts)
+        ended = (out[:, longest:] == end).cumsum(1) - (out[:, longest:] == end).int()
+        return int((ended == 0).sum()) if args.stop else ended.numel()
 
     return job
 
@@ -82,8 +89,8 @@ def engine_leg(name: str, args: argparse.Namespace) -> Job:
         )
     )
     engine.load_weights(iter(load_file(f"{args.model}/model.safetensors").items()), 1)
-    prompts = [Prompt(str(number), tuple(ids)) for number, ids in enumerate(prompt_ids(args))]
-    return lambda: sum(len(sample.response_ids) for sample in engine.generate(prompts, sampling_of(args)))
+    prompts, sampling = [Prompt(str(n), tuple(ids)) for n, ids in enumerate(prompt_ids(args))], sampling_of(args)
+    return lambda: sum(len(sample.response_ids) for sample in engine.generate(prompts, sampling))
 
 
 def bare_leg(args: argparse.Namespace, eager: bool) -> Job:
@@ -103,12 +110,13 @@ def bare_leg(args: argparse.Namespace, eager: bool) -> Job:
         logprobs_mode="processed_logprobs",
         kv_cache_memory_bytes=2**30,
     )
+    sampling = sampling_of(args)
     requests = [(str(number), ids, i) for number, ids in enumerate(prompt_ids(args)) for i in range(args.samples)]
 
     def job() -> int:
         outputs = llm.generate(
             [{"prompt_token_ids": ids} for _, ids, _ in requests],
-            [request_sampling(sampling_of(args), uid, index) for uid, _, index in requests],
+            [request_sampling(sampling, uid, index) for uid, _, index in requests],
             use_tqdm=False,
         )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -162,6 +170,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--stop", action="store_true")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
