@@ -93,9 +93,9 @@ def bytes_read(path: Path) -> tuple[int, int]:
         opened.append(bridge.open_source(directory))
         return opened[0]
 
-    from engines.fsdp import weights
+    from engines.fsdp import engine as fsdp_engine
 
-    weights.open_source = open_counted
+    fsdp_engine.open_source = open_counted
     engine = loaded_engine(path, optim=None)
     return opened[0].bytes_read, sum(p.to_local().nbytes for p in engine.model.parameters())
 

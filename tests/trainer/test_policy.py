@@ -8,7 +8,7 @@ import torch
 from engines.base import ForwardOptions
 from engines.batch import PolicyOutput, TrainBatch
 from engines.metric import Metric
-from trainer import ranks as ranks_module
+from trainer.update import ranks as ranks_module
 from trainer.update.loss import LossOptions, PolicyLoss
 from trainer.update.policy import Policy
 from trainer.workers import Scores

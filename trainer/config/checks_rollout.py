@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from trainer.config.inspection import ACTOR, ROLLOUT, Inspection, divisors, nearest
 
 ROUTE_RETURN = f"{ROLLOUT}.enable_rollout_routing_replay"
+CHUNKED = f"{ROLLOUT}.enable_chunked_prefill"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 ROUTES_SINCE = (0, 22)
 
@@ -144,8 +145,10 @@ def temperature(view: Inspection) -> None:
             f"{ROLLOUT}.temperature=1.0",
         )
     if rollout.calculate_log_probs and (rollout.top_p < 1 or rollout.top_k > 0):
+        which = "cut" if rollout.name == "vllm" else "uncut"
         view.notices.append(
-            f"top_p={rollout.top_p}, top_k={rollout.top_k}: log-probs are those of the uncut distribution"
+            f"top_p={rollout.top_p}, top_k={rollout.top_k}: the rollout's log-probs are those of the {which} "
+            "distribution; importance weights and the probability difference compare them with the trainer's, uncut"
         )
     sampling = rollout.val_kwargs
     if not sampling.do_sample and sampling.temperature > 0 and f"{ROLLOUT}.val_kwargs.temperature" in view.explicit:
@@ -180,6 +183,8 @@ def chunked(view: Inspection) -> None:
     rollout = view.rollout
     if rollout.name == "hf":
         return
+    if rollout.enable_chunked_prefill and view.config.derived.device == "cpu" and CHUNKED in view.explicit:
+        view.notices.append(f"{CHUNKED}=True has no effect on CPU: vLLM cannot cut a prompt there whose sample has a seed")
     tokens, length = rollout.max_num_batched_tokens, rollout.max_model_len or view.max_length
     needed = max(rollout.max_num_seqs, 0 if rollout.enable_chunked_prefill else length)
     if tokens < needed:
