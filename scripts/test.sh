@@ -4,4 +4,6 @@
 #   bash scripts/test.sh -m "slow or not slow" everything that needs no special hardware
 cd "$(dirname "$0")/.."
 source scripts/venv.sh dev
-exec python -m pytest "$@"
+# One test file a worker, one thread a process: the tests start processes of their own.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec python -m pytest -n 2 --dist loadfile "$@"

@@ -184,7 +184,7 @@ def chunked(view: Inspection) -> None:
     if rollout.name == "hf":
         return
     if rollout.enable_chunked_prefill and view.config.derived.device == "cpu" and CHUNKED in view.explicit:
-        view.notices.append(f"{CHUNKED}=True has no effect on CPU: vLLM cannot cut a prompt there whose sample has a seed")
+        view.notices.append(f"{CHUNKED}=True has no effect on CPU: there vLLM cannot cut the prompt of a seeded sample")
     tokens, length = rollout.max_num_batched_tokens, rollout.max_model_len or view.max_length
     needed = max(rollout.max_num_seqs, 0 if rollout.enable_chunked_prefill else length)
     if tokens < needed:
