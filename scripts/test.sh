@@ -6,4 +6,5 @@ cd "$(dirname "$0")/.."
 source scripts/venv.sh dev
 # One test file a worker, one thread a process: the tests start processes of their own.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYTHONHASHSEED=0 # both workers must name the parametrised tests alike
 exec python -m pytest -n 2 --dist loadfile "$@"
