@@ -301,7 +301,9 @@ class Trainer:
     # --- around the loop --------------------------------------------------------------------------------------
 
     def validate(self) -> dict[str, float]:
-        """Accuracy on the validation files."""
+        """Accuracy on the validation files, of the weights as they are now."""
+        if self.rollout.version != self.global_step:  # an update that sync_every has put off
+            self.sync_weights()
         with self._rollout_paused():
             return self.validator.run(self.global_step, self.timings)
 

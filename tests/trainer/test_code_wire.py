@@ -41,7 +41,8 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_plain_values_keep_value_and_type(value):
     again = decode(encode(value))
-    assert again == value and type(again) is type(value) and repr(again) == repr(value)
+    same_text = isinstance(value, set | frozenset) or repr(again) == repr(value)  # sets have no order
+    assert again == value and type(again) is type(value) and same_text
 
 
 def test_known_bytes():

@@ -93,13 +93,14 @@ def _bubblewrap(tmp_bytes: int) -> list[str]:
     read_only, links = _visible()
     command = ["bwrap", "--die-with-parent", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
     command += ["--unshare-cgroup-try"] + ([] if os.geteuid() == 0 else ["--unshare-user"])
-    for folder in sorted({str(parent) for place in read_only for parent in Path(place).parents} - {"/"}):
+    # The temporary folder first: a checkout under /tmp is shown inside it.
+    command += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/tmp"]
+    for folder in sorted({str(parent) for place in read_only for parent in Path(place).parents} - {"/", "/tmp"}):
         command += ["--perms", "0755", "--dir", folder]
     for place, source in read_only.items():
         command += ["--ro-bind", source, place]
     for place, target in links.items():
         command += ["--symlink", target, place]
     command += ["--proc", "/proc", "--dev", "/dev", "--hostname", "room"]
-    for place in ("/tmp", "/dev/shm"):
-        command += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", place]
+    command += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", "/dev/shm"]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]

@@ -21,6 +21,11 @@ def build_root(settings: dict[str, Any], uid: int) -> None:
     devices = {name: os.open(f"/dev/{name}", os.O_PATH) for name in DEVICES}
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("tmpfs", STAGE, "tmpfs", flags, "size=1m,mode=0755")
+    for place in ("proc", "tmp"):
+        os.makedirs(f"{STAGE}/{place}")
+    # The temporary folder before the libraries: a checkout under /tmp is shown inside it.
+    size = f"size={settings['tmp_bytes']},nr_inodes={settings['tmp_files']},mode=0700,uid={uid},gid={_gid(uid)}"
+    kernel.mount("tmpfs", f"{STAGE}/tmp", "tmpfs", flags, size)
     for place, source in sources.items():
         _bind(source, STAGE + place)
     for place, target in settings["links"].items():
@@ -29,11 +34,7 @@ def build_root(settings: dict[str, Any], uid: int) -> None:
     for name, source in devices.items():
         _bind(source, f"{STAGE}/dev/{name}", extra=kernel.MS_NOEXEC, device=True)
     os.symlink("/proc/self/fd", f"{STAGE}/dev/fd")
-    for place in ("proc", "tmp"):
-        os.makedirs(f"{STAGE}/{place}", exist_ok=True)
     os.symlink("/tmp", f"{STAGE}/dev/shm")
-    size = f"size={settings['tmp_bytes']},nr_inodes={settings['tmp_files']},mode=0700,uid={uid},gid={_gid(uid)}"
-    kernel.mount("tmpfs", f"{STAGE}/tmp", "tmpfs", flags, size)
     kernel.mount("proc", f"{STAGE}/proc", "proc", flags | kernel.MS_NOEXEC)
     os.chdir(STAGE)
     kernel.pivot_root(".", ".")
