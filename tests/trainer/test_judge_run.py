@@ -28,7 +28,7 @@ def judge_rows(folder: Path) -> None:
 def judged_run(folder: Path, base: str, model: str, *more: str) -> Run:
     inputs = write_inputs(folder)
     judge_rows(folder)
-    settings = f"rewards={{llm_judge:{{api_base:'{base}',model:'{model}',max_retries:0,timeout_s:20}}}}"
+    settings = f"rewards={{llm_judge:{{api_base:'{base}',model:'{model}',max_retries:2,timeout_s:20}}}}"
     arguments = [text for text in overrides(inputs, folder / "run", "fsdp") if "custom_reward_function" not in text]
     brief = ("trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=False")
     return Run([*arguments, *brief, settings, *more])
@@ -64,12 +64,12 @@ def test_a_judge_that_goes_away_ends_the_run_with_a_checkpoint_to_go_on_from(tmp
 
     def behave(body: dict) -> tuple:
         served.append(body)
-        # The first step's 16 samples, then nothing works any more.
-        return reply("VERDICT: YES" if len(served) % 2 else "VERDICT: NO") if len(served) <= 16 else error(503)
+        # The first step's 32 samples, then nothing works any more.
+        return reply("VERDICT: YES" if len(served) % 2 else "VERDICT: NO") if len(served) <= 32 else error(503)
 
     server = JudgeServer(behave)
     try:
-        run = judged_run(tmp_path, server.base, MODEL, "rewards.llm_judge.max_down_s=5")
+        run = judged_run(tmp_path, server.base, MODEL, "rewards.llm_judge.max_down_s=5", "data.train_batch_size=8")
         status, output = run.wait()
         assert status == 3 and "it goes on from" in output, output
         assert (tmp_path / "run" / "global_step_1" / "COMPLETE").exists()
@@ -119,7 +119,7 @@ def test_a_served_tiny_model_is_a_judge(tmp_path):
     assert status == 0, output
     (row,) = metrics(tmp_path / "run")
     assert float(row["reward/llm_judge/unparsed"]) > 0 and float(row["reward/failed"]) == 16
-    assert row["actor/optimizer_steps"] in ("", "0") and float(row["mask/final_mask_sum_eq_0"]) == 1
+    assert "actor/optimizer_steps" not in row and float(row["mask/final_mask_sum_eq_0"]) == 1
 
 
 def _answers(url: str) -> bool:

@@ -42,7 +42,7 @@ BUILT_LATER = (
     f"{ROLLOUT}.{{nnodes,n_gpus_per_node,enable_sleep_mode,sleep_level,standalone_gpu_memory_utilization}}",
     f"{ROLLOUT}.scheduling_policy",
     "trainer.v1.{separate_async,sampler.max_off_policy_threshold}",
-    "reward.{timeout_s,custom_reward_function.domains,code_sandbox,sandbox_fusion,report}",
+    "reward.{timeout_s,max_failed_frac,custom_reward_function.domains,code_sandbox,sandbox_fusion,report}",
     "algorithm.rollout_correction.rollout_token_veto_threshold",
 )
 # key -> the values that work; the default is not exempt
