@@ -128,12 +128,14 @@ def _tell_answers(server: socket.socket) -> None:
                 caller.sendall(str(int(caller.recv(100)) ** 2).encode())
 
 
-def left_behind(before: set[str], seconds: float = 5.0) -> list[str]:
-    """What is there now and was not before: processes below this one or of a room's user, files of rooms."""
-    deadline = time.monotonic() + seconds
-    while (left := sorted(traces() - before)) and time.monotonic() < deadline:
+def left_behind(before: set[str], seconds: float = 15.0) -> list[str]:
+    """What is there now, was not before, and does not go: processes below this one or of a room's user, files of rooms.
+    Rooms of other tests come and go meanwhile."""
+    deadline, left = time.monotonic() + seconds, traces() - before
+    while left and time.monotonic() < deadline:
         time.sleep(0.02)
-    return left
+        left &= traces()
+    return sorted(left)
 
 
 def traces() -> set[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer import cluster
-from trainer.cluster import Cluster, Pool, WorkerFailed
+from trainer.cluster import Cluster, Lost, Pool, WorkerFailed
 
 pytestmark = pytest.mark.gloo
 REPOSITORY = str(Path(__file__).resolve().parents[2])
@@ -27,6 +27,13 @@ class Echo:
     def count(self, upto: int):
         for value in range(upto):
             yield self.index, value
+
+    def count_and(self, upto: int, then: str):
+        yield from self.count(upto)
+        if then == "die":
+            time.sleep(0.5)  # its items are on their way
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(10)
 
     def fail(self, guilty: int) -> None:
         if self.index == guilty:
@@ -75,9 +82,28 @@ def test_calls_answer_in_worker_order_and_two_groups_share_one_placement(ray_clu
 
 
 def test_streams_deliver_every_item_of_every_worker(group):
-    items = list(group.stream("count", [(3,), (5,)]))
-    assert sorted(items) == [(0, i) for i in range(3)] + [(1, i) for i in range(5)]
-    assert [value for index, value in items if index == 1] == list(range(5))
+    streams = group.streams("count", idle_s=60)
+    for index, upto in enumerate((3, 5)):
+        streams.open(index, upto)
+    items = list(streams)
+    assert sorted(items) == [(0, (0, i)) for i in range(3)] + [(1, (1, i)) for i in range(5)]
+    assert [value for index, (_, value) in items if index == 1] == list(range(5))
+
+
+def test_a_stream_that_dies_or_falls_silent_is_lost_and_a_fresh_worker_goes_on(group):
+    streams = group.streams("count_and", idle_s=3)
+    streams.open(0, 2, "die")
+    streams.open(1, 2, "sleep")
+    found = list(streams)
+    assert sorted(item for item in found if not isinstance(item[1], Lost)) == [
+        (i, (i, j)) for i in (0, 1) for j in (0, 1)
+    ]
+    why = {index: item.why for index, item in found if isinstance(item, Lost)}
+    assert "echo 0 died in count_and()" in why[0] and "echo 1 gave nothing for 3 s" in why[1]
+    before = group.only([1]).call("pid")
+    for index in (0, 1):
+        group.respawn(index)
+    assert group.call("add", 1) == [1, 2] and group.only([1]).call("pid") != before
 
 
 @pytest.mark.parametrize("method,args", [("fail", (0,)), ("fail", (1,)), ("echo_first", ())])
