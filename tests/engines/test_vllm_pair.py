@@ -21,15 +21,17 @@ def spec(folder: str, **changes) -> RolloutEngineSpec:
     return replace(RolloutEngineSpec("vllm", "cpu", ModelSpec(folder), "float32", 16, LONGEST), **changes)
 
 
-def served(folder: Path) -> dict:
-    return AutoConfig.from_pretrained(folder).to_dict()
+def served(own: RolloutEngineSpec) -> dict:
+    """The configuration that vLLM reads."""
+    with served_folder(own) as folder:
+        return AutoConfig.from_pretrained(folder).to_dict()
 
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_what_vllm_is_given_is_what_the_trainer_has(tmp_path, kind):
     """Sparse attention is served as the dense DeepSeek inside it: no field that matters changes on the way."""
     own = spec(write_model(tmp_path, kind))
-    check_pair(own, served(served_folder(own)), "float32", LONGEST)
+    check_pair(own, served(own), "float32", LONGEST)
 
 
 @pytest.mark.parametrize(
@@ -46,12 +48,12 @@ def test_what_vllm_is_given_is_what_the_trainer_has(tmp_path, kind):
 def test_a_field_that_differs_is_named_with_both_values(tmp_path, kind, field, value, message):
     own = spec(write_model(tmp_path, kind))
     with pytest.raises(ValueError, match=message):
-        check_pair(own, served(own.model.path) | {field: value}, "float32", LONGEST)
+        check_pair(own, served(own) | {field: value}, "float32", LONGEST)
 
 
 def test_rotary_base_dtype_length_and_end_tokens_are_compared_too(tmp_path):
     own = spec(write_model(tmp_path, "qwen3"))
-    theirs = served(own.model.path)
+    theirs = served(own)
     theirs["rope_parameters"] = theirs["rope_parameters"] | {"rope_theta": 5e5}
     with pytest.raises(ValueError, match=r"rope_parameters is \{.*\} in training, \{.*500000.*\} in vLLM") as caught:
         check_pair(own, theirs, "bfloat16", 32)
@@ -59,14 +61,14 @@ def test_rotary_base_dtype_length_and_end_tokens_are_compared_too(tmp_path):
     assert "rollout.max_model_len is 192, vLLM's 32" in str(caught.value)
     ended = spec(own.model.path, model=ModelSpec(own.model.path, override_config={"eos_token_id": [2, 130]}))
     with pytest.raises(ValueError, match="eos_token_id 130 is outside the vocabulary of 130"):
-        check_pair(ended, served(own.model.path), "float32", LONGEST)
+        check_pair(ended, served(own), "float32", LONGEST)
 
 
 def test_names_that_vllm_writes_into_the_rotary_parameters_are_no_difference(tmp_path):
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
     own = spec(write_model(tmp_path, "deepseek_v3"))
     own = replace(own, model=ModelSpec(own.model.path, override_config={"rope_parameters": yarn}))
-    theirs = served(served_folder(own))
+    theirs = served(own)
     written = theirs["rope_parameters"] | {"rope_type": "deepseek_yarn", "mscale": 1.0}
     check_pair(own, theirs | {"rope_parameters": written}, "float32", LONGEST)
     with pytest.raises(ValueError, match=r"'factor': 4.0.* in training, .*'factor': 8.0"):
@@ -76,15 +78,17 @@ def test_names_that_vllm_writes_into_the_rotary_parameters_are_no_difference(tmp
 def test_override_config_reaches_vllm(tmp_path):
     own = spec(write_model(tmp_path, "qwen3"))
     own = replace(own, model=ModelSpec(own.model.path, override_config={"rms_norm_eps": 1e-3}))
-    folder = served_folder(own)
-    assert folder != Path(own.model.path) and json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-3
-    check_pair(own, served(folder), "float32", LONGEST)
+    with served_folder(own) as folder:
+        assert folder != Path(own.model.path)
+        assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-3
+    assert not folder.exists()
+    check_pair(own, served(own), "float32", LONGEST)
 
 
 def test_sparse_attention_longer_than_its_top_k_is_refused_on_cpu(tmp_path):
     own = spec(write_model(tmp_path, "glm_moe_dsa"), max_model_len=LONGEST + 1)
     with pytest.raises(ValueError, match=r"got index_topk=192 and max_model_len=193.*set rollout.name=hf"):
-        served_folder(own)
+        served(own)
 
 
 def test_lengths_are_vllms_to_know(tmp_path):
@@ -142,8 +146,8 @@ def test_sizes_that_cpu_kernels_do_not_know_are_refused(tmp_path):
 def test_the_cache_holds_every_sequence_at_its_longest():
     fields = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, head_dim=128, num_hidden_layers=2)
     own = RolloutEngineSpec("vllm", "cpu", ModelSpec("none"), "bfloat16", 31, 1024, vllm=VllmSpec())
-    # 9 blocks of 128 tokens each for 32 sequences; keys and values of 8 heads of 128 in 2 bytes, 2 layers
-    assert cpu_cache_bytes(own, fields) == 9 * 128 * 32 * (2 * 8 * 128) * 2 * 2
+    # 33 blocks of 32 tokens each for 32 sequences; keys and values of 8 heads of 128 in 2 bytes, 2 layers
+    assert cpu_cache_bytes(own, fields) == 33 * 32 * 32 * (2 * 8 * 128) * 2 * 2
     halved = replace(own, vllm=VllmSpec(tensor_parallel_size=2))
     assert cpu_cache_bytes(halved, fields | dict(num_hidden_layers=8)) == 2 * cpu_cache_bytes(own, fields)
     assert cpu_cache_bytes(replace(own, max_num_seqs=1), fields) == 2**28

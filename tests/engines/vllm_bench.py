@@ -15,7 +15,7 @@ from engines.spec import ModelSpec, RolloutEngineSpec, VllmSpec
 from tests.tiny import write_tiny_model
 
 LONGEST = 192
-# Four lengths. The last one fills a block of vLLM's cache (128 tokens): a prefix kept from old weights would show.
+# Four lengths. The last one fills blocks of vLLM's cache: a prefix kept from old weights would show.
 PROMPTS = [Prompt(f"p{i}", tuple(range(3 + i, 9 + 2 * i))) for i in range(3)]
 PROMPTS.append(Prompt("p3", tuple(3 + 7 * i % 120 for i in range(150))))
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,9 @@ def engine_arguments(spec: RolloutEngineSpec, folder: Path, platform: Platform) 
     return arguments
 
 
-def served_folder(spec: RolloutEngineSpec) -> Path:
-    """The model's own folder, or a temporary one with a config.json that vLLM can serve here.
+@contextmanager
+def served_folder(spec: RolloutEngineSpec) -> Iterator[Path]:
+    """The model's own folder, or one with a config.json that vLLM can serve here, which is there while vLLM starts.
 
     On CPU vLLM has no sparse attention. While no sequence is longer than `index_topk` every token sees all others,
     so such a model is the dense DeepSeek-V3 that it contains, exactly; beyond that it is refused.
@@ -79,12 +81,14 @@ def served_folder(spec: RolloutEngineSpec) -> Path:
         # vLLM picks the router by these; released configurations have them, transformers' own classes do not.
         changed = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"} | changed
     if changed == fields:
-        return path
-    folder = Path(tempfile.mkdtemp(prefix="vllm_model_"))
-    (folder / "config.json").write_text(json.dumps(changed, indent=1))
-    for code in path.glob("*.py"):  # trust_remote_code
-        (folder / code.name).write_bytes(code.read_bytes())
-    return folder
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="vllm_model_") as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(changed, indent=1))
+        for code in path.glob("*.py"):  # trust_remote_code
+            (folder / code.name).write_bytes(code.read_bytes())
+        yield folder
 
 
 def as_dense(fields: Mapping[str, Any], max_model_len: int) -> dict[str, Any]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -39,10 +37,9 @@ class VllmRolloutEngine(RolloutEngine):
 
     def __init__(self, spec: RolloutEngineSpec) -> None:
         self.spec, self._platform = spec, platform_of(spec.device)
-        folder = served_folder(spec)
-        self._temporary = folder if folder != Path(spec.model.path) else None
-        arguments = engine_arguments(spec, folder, self._platform)
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        with served_folder(spec) as folder:
+            arguments = engine_arguments(spec, folder, self._platform)
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         served = self._engine.model_config
         self._vocabulary = served.hf_config.vocab_size
         check_pair(spec, served.hf_config.to_dict(), str(served.dtype).removeprefix("torch."), served.max_model_len)
@@ -222,8 +219,6 @@ class VllmRolloutEngine(RolloutEngine):
     def close(self) -> None:
         self.version = -1
         self._engine.engine_core.shutdown()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def request_sampling(sampling: SamplingParams, uid: str, index: int) -> VllmSampling:

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from engines.rollout.vllm.memory import keep_freed_memory
 from engines.spec import RolloutEngineSpec
 
 # Bytes of cache that vLLM's CPU build gets beyond what the longest possible batch needs: whole blocks, one spare.
 _CPU_CACHE_FLOOR = 2**28
+# Tokens of a block of its cache. Only whole blocks of a prompt are shared by its samples: a small block shares most.
+_CPU_BLOCK, _CPU_BLOCK_LATENT = 32, 16
+CPU_NORMS = ["fused_cpu", "native"]  # vLLM's names of kernels: those of cpu_kernels.py where they fit
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -50,6 +54,9 @@ class Platform:
             arguments["enable_return_routed_experts"] = True
         return arguments
 
+    def prepare_process(self) -> None:
+        """In every process that runs a part of the model, once."""
+
     def before_update(self, model: nn.Module) -> None:
         """Bring the parameters back into the form that the loader writes."""
 
@@ -82,6 +89,8 @@ class Cpu(Platform):
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.vllm.max_num_batched_tokens, spec.max_num_seqs, spec.max_model_len),
             "compilation_config": {"mode": 0},
+            "block_size": cpu_block(fields),
+            "kernel_config": {"ir_op_priority": dict.fromkeys(("rms_norm", "fused_add_rms_norm"), CPU_NORMS)},
             "kv_cache_memory_bytes": cpu_cache_bytes(spec, fields),
         }
         if "kv_lora_rank" in fields:
@@ -90,6 +99,9 @@ class Cpu(Platform):
             # Where the processor has AMX vLLM would take a kernel that knows no float32; this one runs everywhere.
             arguments["attention_backend"] = "CPU_MLA"
         return arguments
+
+    def prepare_process(self) -> None:
+        keep_freed_memory()
 
     def before_update(self, model: nn.Module) -> None:
         """A mixture of experts repacks its weights when its kernel object is made; with the old object still there
@@ -166,6 +178,11 @@ def check_cpu_sizes(fields: Mapping[str, Any], tensor_parallel_size: int) -> Non
         )
 
 
+def cpu_block(fields: Mapping[str, Any]) -> int:
+    """The smallest that vLLM's kernels take (its default is 128)."""
+    return _CPU_BLOCK_LATENT if "kv_lora_rank" in fields else _CPU_BLOCK
+
+
 def cpu_cache_bytes(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
     """Cache for `max_num_seqs` sequences of `max_model_len` tokens; vLLM's own default is half of the machine."""
     size = 4 if spec.dtype == "float32" else 2
@@ -173,7 +190,7 @@ def cpu_cache_bytes(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
         width = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
     else:
         width = 2 * head_size(fields) * (fields.get("num_key_value_heads") or fields["num_attention_heads"])
-    blocks = -(-spec.max_model_len // 128) + 1
-    tokens = 128 * blocks * (spec.max_num_seqs + 1)
+    blocks = -(-spec.max_model_len // cpu_block(fields)) + 1
+    tokens = cpu_block(fields) * blocks * (spec.max_num_seqs + 1)
     needed = tokens * width * size * fields["num_hidden_layers"] // spec.vllm.tensor_parallel_size
     return max(_CPU_CACHE_FLOOR, needed)
