@@ -49,7 +49,7 @@ def test_norm_kernels_are_as_near_to_the_exact_norm_as_vllms_own(rows, width, dt
 
 
 def test_a_norm_takes_vllms_own_form_where_the_kernel_does_not_fit():
-    """The kernel would read a strided row (queries inside qkv) as if it were contiguous, and rows of 16 numbers only."""
+    """It would read a strided row (queries inside qkv) as if it were contiguous, and takes 16 numbers at a time."""
     x, weight = torch.randn(4, 96), torch.randn(32)
     inside = x[:, 32:64]
     for values, scale, size in ((inside, weight, None), (torch.randn(4, 24), torch.randn(24), None), (x, None, None)):
@@ -68,12 +68,11 @@ def test_the_engine_runs_with_these_kernels(tmp_path):
         built.close()
 
 
-@pytest.mark.parametrize("setting, few", [({}, True), ({"MALLOC_MMAP_THRESHOLD_": "1048576"}, False)])
-def test_freed_memory_is_used_again_unless_the_user_says_otherwise(setting, few):
-    """8 MiB are 2048 pages. Half of all the pages is far from either result."""
+def test_freed_memory_is_used_again():
+    """8 MiB are 2048 pages."""
     root = Path(__file__).parents[2]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root), "MALLOC_TRIM_THRESHOLD_": "1073741824"} | setting
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-c", FAULTS], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert (int(done.stdout) < 48 * 2048 // 2) == few, done.stdout
+    assert int(done.stdout) < 48 * 2048 // 2
