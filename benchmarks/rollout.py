@@ -6,6 +6,7 @@
     python3 benchmarks/rollout.py --stop --prompts 8 --samples 8 --tokens 192    answers end where they end, as in RL
 
     transformers   model.generate on one padded batch, as its documentation shows
+    kept           the same in a process that keeps freed memory, as `ours` does (not part of the default run)
     hf             the transformers rollout engine of this repository
     ours           its vLLM rollout engine
     bare           one call of vllm.LLM.generate with the same SamplingParams, in vLLM's default form but for eager mode
@@ -40,6 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engines import build_rollout_engine
 from engines.base import Prompt, SamplingParams
+from engines.rollout.vllm.memory import keep_freed_memory
 from engines.spec import ModelSpec, RolloutEngineSpec
 
 Job = Callable[[], int]  # returns the tokens it generated
@@ -82,6 +84,11 @@ def transformers_leg(args: argparse.Namespace) -> Job:
     return job
 
 
+def kept_leg(args: argparse.Namespace) -> Job:
+    keep_freed_memory()
+    return transformers_leg(args)
+
+
 def engine_leg(name: str, args: argparse.Namespace) -> Job:
     engine = build_rollout_engine(
         RolloutEngineSpec(
@@ -95,6 +102,7 @@ def engine_leg(name: str, args: argparse.Namespace) -> Job:
 
 def bare_leg(args: argparse.Namespace, eager: bool) -> Job:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm import LLM
 
     from engines.rollout.vllm.engine import request_sampling
@@ -126,6 +134,7 @@ def bare_leg(args: argparse.Namespace, eager: bool) -> Job:
 
 LEGS: dict[str, Callable[[argparse.Namespace], Job]] = {
     "transformers": transformers_leg,
+    "kept": kept_leg,
     "hf": lambda args: engine_leg("hf", args),
     "ours": lambda args: engine_leg("vllm", args),
     "bare": lambda args: bare_leg(args, eager=True),
