@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -64,6 +66,12 @@ def _follow(folder: str, kind: str) -> None:
     rollout = engine("vllm", model, routes, tensor_parallel_size=2)
     reference = engine("hf", model, routes)
     assert rollout.receivers == 2
+    children = [child.pid for child in psutil.Process().children(recursive=True)]
+    mapped = [line for pid in children for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    shared = [line for line in mapped if "cpushm" in line]
+    assert shared and all(line.endswith("(deleted)") for line in shared), (
+        "shared memory that a killed replica would leave"
+    )
     with pytest.raises(ValueError, match=r"got a stream for a replica of 2 processes.*call fetch_weights\(\)"):
         rollout.load_weights(iter(()), 1)
     sender = WeightSender(True, rollout.receivers, 1 << 16, 60.0, verify_every=1)

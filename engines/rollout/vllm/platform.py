@@ -6,7 +6,9 @@ documentation and are untested on a device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +104,10 @@ class Cpu(Platform):
 
     def prepare_process(self) -> None:
         keep_freed_memory()
+        # The ranks of a replica have mapped each other's shared memory by now, which vLLM never removes.
+        if "VLLM_DIST_IDENT" in os.environ:
+            for segment in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
+                segment.unlink(missing_ok=True)
 
     def before_update(self, model: nn.Module) -> None:
         """A mixture of experts repacks its weights when its kernel object is made; with the old object still there
