@@ -12,7 +12,7 @@ from engines.rollout.vllm.platform import CPU_NORMS
 from tests.engines.vllm_bench import engine, write_model
 from tests.vllm_process import needs_vllm, run
 
-pytestmark = needs_vllm
+pytestmark = [*needs_vllm]
 
 # 48 tensors of 8 MiB, one after the other; prints the page faults they took.
 FAULTS = """
