@@ -360,7 +360,7 @@ def test_unknown_estimators_fail_by_name(name):
         find_estimator(name)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 5), st.sampled_from("abc")), min_size=2, max_size=12),
     st.randoms(),
@@ -384,7 +384,7 @@ def per_sample_rows(name, rows):
     return batch.rows(result.advantages_T)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=8), st.floats(0.5, 50), st.floats(-10, 10))
 def test_grpo_with_std_ignores_the_scale_of_rewards(scores, scale, shift):
     one = per_sample("grpo", scores, ["a"] * len(scores))

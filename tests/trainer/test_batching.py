@@ -56,7 +56,7 @@ def test_mini_batches_keep_the_samples_of_a_prompt_together():
         mini_batches(5, 2, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=60), st.integers(1, 8))
 def test_balance_gives_equal_counts_and_near_equal_tokens(lengths, dp_size):
     if len(lengths) < dp_size:
@@ -94,7 +94,7 @@ def test_balance_metrics_compare_with_the_order_given():
     assert values == {"min": 2, "max": 8, "minmax_diff": 6, "balanced_min": 5, "balanced_max": 5, "mean": 5}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=20), st.integers(1, 4))
 def test_gather_restores_the_order(lengths, dp_size):
     if len(lengths) < dp_size:

@@ -220,7 +220,7 @@ def test_extreme_ratios_stay_finite():
         assert all(map(math.isfinite, [*flat(weights), *found.values()]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=7), st.integers(0, 10**6), st.randoms())
 def test_the_order_of_the_samples_means_nothing(lengths, seed, rng):
     generator = torch.Generator().manual_seed(seed)

@@ -51,7 +51,7 @@ def test_plain_grpo():
 REINFORCE = AdvantageOptions(gamma=1.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.floats(-3, 3), st.integers(1, 4), st.sampled_from("abc")), min_size=2, max_size=9),
     st.sampled_from(["zero", "reward"]),
@@ -235,7 +235,7 @@ def outputs(batch):
     return [torch.stack(row) for row in zip(*(batch.rows(each) for each in tokens), strict=True)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 50), st.permutations(range(12)))
 def test_the_order_of_samples_does_not_matter(seed, order):
     scored, batch = random_step(seed=seed)

@@ -271,7 +271,7 @@ def outcome(options, batch, counts):
 shapes = st.lists(st.integers(1, 7), min_size=2, max_size=8)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(shapes, st.integers(0, 10**6), st.integers(1, 4), st.randoms())
 def test_any_cut_over_ranks_and_micro_batches_gives_the_same_loss_and_gradient(lengths, seed, dp, rng):
     batch = random_batch(lengths, seed)

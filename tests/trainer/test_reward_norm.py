@@ -103,7 +103,7 @@ def test_one_sample_per_prompt_has_no_group_baseline():
     assert norm([3.0, 1.0], "ab", "group", "group") == [0.0, 0.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=20), st.integers(1, 19))
 def test_merged_moments_are_those_of_the_union(values, cut):
     cut = min(cut, len(values) - 1)
@@ -113,7 +113,7 @@ def test_merged_moments_are_those_of_the_union(values, cut):
     assert Moments(**json.loads(json.dumps(merged.state_dict()))) == merged
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.floats(-5, 5), st.sampled_from("abc"), st.sampled_from("xy")), min_size=1, max_size=10),
     st.sampled_from(KINDS),

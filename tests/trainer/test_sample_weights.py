@@ -62,7 +62,7 @@ def test_a_difficulty_that_is_no_number_is_named_with_its_place(text):
         check_difficulties([row])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 10), st.booleans()), min_size=1, max_size=12), st.randoms())
 def test_mean_one_in_any_order(rows, rng):
     scored = [one(str(i), length=n, difficulty=d) for i, (n, d, _) in enumerate(rows)]

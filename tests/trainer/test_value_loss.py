@@ -57,7 +57,7 @@ def random_batch(lengths, seed):
     return batch
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=6), st.integers(0, 10**6), st.randoms())
 def test_any_cut_and_any_order_give_the_same(lengths, seed, rng):
     batch = random_batch(lengths, seed)
