@@ -1,6 +1,6 @@
 """How much one-step-off saves: the same run synchronously and one batch ahead, on 1 training and 1 rollout process.
 
-    python3 -m benchmarks.one_step_off [--steps 12] [--epochs 2] [key=value …]
+    python3 -m benchmarks.one_step_off [--steps 12] [--epochs 1] [key=value …]
 
 Both modes place the two processes apart with one thread each, so only the overlap differs. With generation and training
 of equal length the step could at best fall by half; `--epochs` (passes over a batch) balances them.
@@ -81,7 +81,7 @@ def measure(arguments: list[str], run_dir: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=1)
     options, more = parser.parse_known_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:

@@ -107,7 +107,7 @@ def test_latent_attention_without_a_query_latent_round_trips(tmp_path):
 HEADS = st.sampled_from([(4, 4), (4, 2), (4, 1), (8, 2), (6, 3), (2, 1)])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_dimensions_round_trip(tmp_path_factory, data):
     """Head counts, head sizes with dn below and above dv, odd vocabularies, tied and untied."""
