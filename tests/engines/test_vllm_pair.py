@@ -151,6 +151,8 @@ def test_the_cache_holds_every_sequence_at_its_longest():
     halved = replace(own, vllm=VllmSpec(tensor_parallel_size=2))
     assert cpu_cache_bytes(halved, fields | dict(num_hidden_layers=8)) == 2 * cpu_cache_bytes(own, fields)
     assert cpu_cache_bytes(replace(own, max_num_seqs=1), fields) == 2**28
+    larger = replace(own, engine_kwargs={"block_size": 128})
+    assert cpu_cache_bytes(larger, fields) == 9 * 128 * 32 * (2 * 8 * 128) * 2 * 2
 
 
 def test_a_delivery_names_what_does_not_fit_and_hands_on_the_rest(tmp_path):

@@ -1,6 +1,6 @@
 """Norms of vLLM's CPU build as one kernel each: outside torch.compile vLLM takes a dozen PyTorch operations for one.
 
-Registered the way vLLM lets other packages bring kernels; the engine argument `kernel_config` selects them.
+Registered the way vLLM lets other packages bring kernels.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from torch import Tensor
 from vllm import ir
 from vllm.platforms import current_platform
 
-from engines.rollout.vllm.platform import CPU_NORMS
-
 current_platform.import_kernels()
+_NAME = "fused_cpu"
+
+
+def use_fused_norms() -> None:
+    """In this process, wherever they fit."""
+    for operation in (ir.ops.rms_norm, ir.ops.fused_add_rms_norm):
+        operation.set_default([_NAME, "native"])
 
 
 def _norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
@@ -33,14 +38,14 @@ def _add_norm_fits(
     return same and _norm_fits(x, weight, epsilon, variance_size)
 
 
-@ir.ops.rms_norm.register_impl(CPU_NORMS[0], supports_args=_norm_fits)
+@ir.ops.rms_norm.register_impl(_NAME, supports_args=_norm_fits)
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     output = torch.empty_like(x)
     torch.ops._C.rms_norm(output, x, weight, epsilon)
     return output
 
 
-@ir.ops.fused_add_rms_norm.register_impl(CPU_NORMS[0], supports_args=_add_norm_fits, inplace=True)
+@ir.ops.fused_add_rms_norm.register_impl(_NAME, supports_args=_add_norm_fits, inplace=True)
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,6 @@ from engines.spec import RolloutEngineSpec
 _CPU_CACHE_FLOOR = 2**28
 # Tokens of a block of its cache. Only whole blocks of a prompt are shared by its samples: a small block shares most.
 _CPU_BLOCK, _CPU_BLOCK_LATENT = 32, 16
-CPU_NORMS = ["fused_cpu", "native"]  # vLLM's names of kernels: those of cpu_kernels.py where they fit
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -91,8 +90,7 @@ class Cpu(Platform):
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.vllm.max_num_batched_tokens, spec.max_num_seqs, spec.max_model_len),
             "compilation_config": {"mode": 0},
-            "block_size": cpu_block(fields),
-            "kernel_config": {"ir_op_priority": dict.fromkeys(("rms_norm", "fused_add_rms_norm"), CPU_NORMS)},
+            "block_size": cpu_block(spec, fields),
             "kv_cache_memory_bytes": cpu_cache_bytes(spec, fields),
         }
         if "kv_lora_rank" in fields:
@@ -103,6 +101,9 @@ class Cpu(Platform):
         return arguments
 
     def prepare_process(self) -> None:
+        from engines.rollout.vllm.cpu_kernels import use_fused_norms
+
+        use_fused_norms()
         keep_freed_memory()
         # The ranks of a replica have mapped each other's shared memory by now, which vLLM never removes.
         if "VLLM_DIST_IDENT" in os.environ:
@@ -184,9 +185,10 @@ def check_cpu_sizes(fields: Mapping[str, Any], tensor_parallel_size: int) -> Non
         )
 
 
-def cpu_block(fields: Mapping[str, Any]) -> int:
-    """The smallest that vLLM's kernels take (its default is 128)."""
-    return _CPU_BLOCK_LATENT if "kv_lora_rank" in fields else _CPU_BLOCK
+def cpu_block(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
+    """The user's, or the smallest that vLLM's kernels take (its default is 128)."""
+    smallest = _CPU_BLOCK_LATENT if "kv_lora_rank" in fields else _CPU_BLOCK
+    return spec.engine_kwargs.get("block_size", smallest)
 
 
 def cpu_cache_bytes(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
@@ -196,7 +198,7 @@ def cpu_cache_bytes(spec: RolloutEngineSpec, fields: Mapping[str, Any]) -> int:
         width = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
     else:
         width = 2 * head_size(fields) * (fields.get("num_key_value_heads") or fields["num_attention_heads"])
-    blocks = -(-spec.max_model_len // cpu_block(fields)) + 1
-    tokens = cpu_block(fields) * blocks * (spec.max_num_seqs + 1)
+    block = cpu_block(spec, fields)
+    tokens = block * (-(-spec.max_model_len // block) + 1) * (spec.max_num_seqs + 1)
     needed = tokens * width * size * fields["num_hidden_layers"] // spec.vllm.tensor_parallel_size
     return max(_CPU_CACHE_FLOOR, needed)

@@ -6,16 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from vllm.platforms import current_platform
 
 from engines.rollout.vllm.inventory import Inventory
 from engines.rollout.vllm.platform import platform_of
 from engines.rollout.vllm.routes import RouteCapture
 from engines.rollout.vllm.update import update
 from engines.spec import RolloutEngineSpec
-
-if current_platform.is_cpu():  # vLLM imports this module in every worker process before it chooses kernels
-    import engines.rollout.vllm.cpu_kernels  # noqa: F401
 
 if TYPE_CHECKING:
     from engines.weight_sync import WeightReceiver, WeightSource
